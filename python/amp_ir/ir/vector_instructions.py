@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-# Elements in each vector.
+# Elements that a CPU kernel computes side by side: one AVX-512 register of float32. Narrower
+# machines split it.
 LANES = 16
 # LLVM's name for: the bits of the nearest bfloat16 (avx512bf16).
 ROUND = "llvm.x86.avx512bf16.cvtneps2bf16.512"

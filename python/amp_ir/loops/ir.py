@@ -37,9 +37,6 @@ Element = Callable[..., Any]
 # "largest" is a maximum that may be any number where an element is NaN, for readers that are NaN
 # there anyway: it takes a CPU one instruction.
 ReduceKind = Literal["sum", "max", "largest", "min", "prod", "any", "all"]
-# Elements that a CPU kernel computes side by side: one AVX-512 register of float32. Narrower
-# machines split it.
-LANES = 16
 LOW_DTYPES = ("bfloat16", "float16")
 
 

@@ -11,8 +11,9 @@ import attrs
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops import math as m
-from amp_ir.loops.ir import LANES, Reduction, compute_dtype
+from amp_ir.loops.ir import Reduction, compute_dtype
 
 _START: dict[str, Callable[[str], Any]] = {
     "sum": lambda dtype: m.constant(0, dtype),

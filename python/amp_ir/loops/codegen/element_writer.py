@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx.analysis import undefined_vars
 
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops import math as m
 from amp_ir.loops.body_context import let_as, reading
 from amp_ir.loops.builders import flatten
@@ -20,7 +21,7 @@ from amp_ir.loops.codegen.coordinates import Position
 from amp_ir.loops.codegen.held_rows import HeldRow
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, round_to, task_buffer
 from amp_ir.loops.group import Group, is_inlined, storage_of
-from amp_ir.loops.ir import LANES, Constant, Index, Pointwise, Reduction, Value, compute_dtype
+from amp_ir.loops.ir import Constant, Index, Pointwise, Reduction, Value, compute_dtype
 
 # How many names may be substituted into each other before one is kept in memory: a load has a name,
 # and arithmetic on it is kept. Deeper names also fail: TVM's interval analysis (0.27) gives up on a

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops.group import Domain, Group, effective_reads
-from amp_ir.loops.ir import LANES, Read
+from amp_ir.loops.ir import Read
 
 
 def loop_domain(group: Group) -> Domain:

@@ -11,6 +11,7 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.ir.row_loops import ROW
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops.codegen.accumulate_blocks import COLUMN_BLOCK, nested
 from amp_ir.loops.codegen.accumulators import Accumulator, ends_of_block
 from amp_ir.loops.codegen.kernel import unflatten_axes
@@ -24,7 +25,7 @@ from amp_ir.loops.cpu.group_loops import (
     is_zero,
 )
 from amp_ir.loops.group import Domain, Group
-from amp_ir.loops.ir import LANES, Reduction
+from amp_ir.loops.ir import Reduction
 
 # Rows up to which a thread adds up columns of all rows. With more, the sums of 16 parts of the rows
 # are few beside the elements, and whole rows are read from memory faster than pieces of them.

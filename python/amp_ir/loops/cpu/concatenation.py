@@ -14,10 +14,11 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.ir.tensor_layout import dtype_nbytes
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
 from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.group import Group, storage_of
-from amp_ir.loops.ir import LANES, Pointwise
+from amp_ir.loops.ir import Pointwise
 
 # Elements that a task copies at least, and at most: balanced, and worth a launch.
 LEAST, MOST = 8192, 65536

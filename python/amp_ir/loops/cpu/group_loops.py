@@ -15,6 +15,7 @@ import attrs
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops.codegen.accumulate_blocks import BLOCK, Loop, nested
 from amp_ir.loops.codegen.accumulators import Accumulator, ends_of_block
 from amp_ir.loops.codegen.coordinates import Axis, Position, merged_axes
@@ -25,7 +26,6 @@ from amp_ir.loops.codegen.levels import Level, assign_levels, held_values
 from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.cpu.column_sums import ColumnSums
 from amp_ir.loops.group import Domain, Group
-from amp_ir.loops.ir import LANES
 
 # Elements a thread works on at least, so that a parallel launch (3 us) pays.
 GRAIN = 8192

@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.ir.row_loops import ROW
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops.builders import flatten, unflatten
 from amp_ir.loops.codegen.coordinates import Axis, Part, Position
 from amp_ir.loops.codegen.kernel import unflatten_axes
@@ -21,7 +22,7 @@ from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
 from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
 from amp_ir.loops.group import Domain, Group
-from amp_ir.loops.ir import LANES, Index, Pointwise, Value
+from amp_ir.loops.ir import Index, Pointwise, Value
 
 # Parts up to which each gets loops of its own: LLVM takes 10 ms and more for one.
 MOST_PARTS = 16

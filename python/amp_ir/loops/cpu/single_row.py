@@ -8,11 +8,11 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops.codegen.accumulators import Accumulator
 from amp_ir.loops.codegen.levels import Level
 from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.cpu.group_loops import GroupLoops
-from amp_ir.loops.ir import LANES
 
 # A reduction of everything to one value is cut into this many parts (fixed: the same sum always).
 PARTS = 64

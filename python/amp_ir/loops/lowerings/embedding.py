@@ -9,10 +9,11 @@ from tvm import tirx
 from tvm.tirx import For, ForKind
 
 from amp_ir.ir.row_loops import ROW
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops import math as m
 from amp_ir.loops.builders import opaque, pointwise
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
-from amp_ir.loops.ir import LANES, Opaque, TensorSpec, Value, compute_dtype
+from amp_ir.loops.ir import Opaque, TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.gather import row_index
 
