@@ -106,7 +106,6 @@ def test_a_special_number_is_compiled_once() -> None:
         (F.leaky_relu, -0.0),
         (F.elu, 0.0),
         (F.celu, math.inf),
-        (lambda x, k: F.celu_(x.clone(), k), math.inf),
         (lambda x, k: F.huber_loss(x, torch.zeros(4, 4), reduction="none", delta=k), math.inf),
         (lambda x, k: torch.addmm(A @ B, x, x, alpha=k), 0.0),
         (lambda x, k: F.scaled_dot_product_attention(A @ B, x, A @ B, scale=k), 0.0),
@@ -119,6 +118,8 @@ def test_a_constant_at_which_nothing_may_be_folded(function: Function, number: f
         return y.detach(), *torch.autograd.grad(y, x, cotangent)
 
     x, cotangent = not_finite(), torch.ones(4, 4)
+    if function in (F.elu, F.celu):
+        x[0, 0] = 1.0  # at NaN, PyTorch's vectors and its single elements differ
     cotangent[3, 1:3] = torch.tensor([math.inf, math.nan])
     x[3] = -1.0
     results = amp_ir.jit(step, model=nn.Linear(1, 1))(x, cotangent)

@@ -68,7 +68,7 @@ def _elu_backward(
         negative = x_or_y + alpha * scale
     else:
         negative = m.scaled(m.exp(m.scaled(x_or_y, input_scale)), alpha * scale)
-    return m.select(x_or_y <= 0.0, m.scaled(grad, input_scale) * negative, grad * scale)
+    return m.select(x_or_y > 0.0, grad * scale, m.scaled(grad, input_scale) * negative)
 
 
 def _softplus(m: Any, x: Any, *, beta: float, threshold: float) -> Any:
