@@ -36,6 +36,7 @@ from amp_ir.replay.watch import Watch
 from amp_ir.report.live_stage import live_stage
 from amp_ir.report.step_name import step_name
 from amp_ir.runtime.arena import Arena
+from amp_ir.runtime.hooked_weights import HookedWeight, hooked_weights
 from amp_ir.runtime.overflow_log import OverflowLog
 from amp_ir.runtime.precompilation import Captured, Precompilation
 from amp_ir.runtime.step import NO_COPY, CompiledStep, CompileReport
@@ -87,6 +88,8 @@ class JitStep:
         self._numbers = itertools.count()
         self._watched: weakref.WeakKeyDictionary[CompiledStep, CompiledStep]
         self._watched = weakref.WeakKeyDictionary()
+        self._hooked: weakref.WeakKeyDictionary[CompiledStep, list[HookedWeight]]
+        self._hooked = weakref.WeakKeyDictionary()
         announced = options.pop("precompile")
         self._precompilation = Precompilation(
             *(announced, self._capture, self._variants, name),
@@ -275,11 +278,22 @@ class JitStep:
         return self._run_program(self._variant(signature, batch).program, tensors)
 
     def _run_program(self, program: CompiledStep, tensors: list[torch.Tensor]) -> Any:
+        for one in self._hooked_weights(program):
+            one.refresh()
         is_watched = self._watch is not None and self._watch.is_due(next(self._numbers))
         value = (self._watched_program(program) if is_watched else program).run_current(tensors)
         if self._overflow_log is not None:
             self._overflow_log.after_step(program, tensors)
         return value
+
+    def _hooked_weights(self, program: CompiledStep) -> list[HookedWeight]:
+        """Return the weights that hooks keep, which are those of the capture by its guards."""
+        found = self._hooked.get(program)
+        if found is None:
+            models = self._trace_options["model"]
+            models = models if isinstance(models, (list, tuple)) else [models]
+            found = self._hooked[program] = hooked_weights(m for m in models if m is not None)
+        return found
 
     def _watched_program(self, program: CompiledStep) -> CompiledStep:
         """Return the program that does the same and fills the watch's ring, compiled once."""

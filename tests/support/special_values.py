@@ -137,7 +137,7 @@ _MOST = (torch.float32, torch.float64, torch.bfloat16)
 
 def _elu_backward(dtype: torch.dtype) -> list[tuple[Any, ...]]:
     grad, x = _pairs(dtype)
-    return [(grad, 1.5, 1.2, 0.7, False, x)]
+    return [(grad, *options, False, x) for options in ((1.5, 1.2, 0.7), (0.0, 1.0, 1.0))]
 
 
 def _log_sigmoid_backward(dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -233,7 +233,10 @@ def _row_table() -> dict[Any, Row]:
     add(with_options(0.5, 2.0), aten.threshold.default)
     add(graded(0.5), aten.threshold_backward.default, aten.softshrink_backward.default,
         aten.hardshrink_backward.default, dtypes=_FLOAT)  # fmt: skip
-    add(graded(0.1, False), aten.leaky_relu_backward.default, dtypes=_FLOAT)
+    add(lambda dtype: [(*_pairs(dtype), slope, False) for slope in (0.1, 0.0)],
+        aten.leaky_relu_backward.default, dtypes=_FLOAT)  # fmt: skip
+    add(with_numbers(0.01, 0.0), aten.leaky_relu.default, dtypes=_FLOAT)
+    add(with_numbers(1.0, 0.5, math.inf), aten.celu.default, dtypes=_FLOAT)
     add(_elu_backward, aten.elu_backward.default, dtypes=_FLOAT)
     add(graded(1.0, 20.0), aten.softplus_backward.default, dtypes=_FLOAT)
     add(graded(-1.0, 1.0), aten.hardtanh_backward.default, dtypes=_FLOAT)

@@ -79,9 +79,11 @@ def lift_outside_tensors(
             node = _as_complex(graph, tensor, node)
         for constant in nodes:
             constant.replace_all_uses_with(node)
-            graph.erase_node(constant)
     if diagnostics:
         raise diagnostics.error()
+    # At the end: without tensors in the batch, `after_state` itself may be a constant.
+    for constant in (one for _, nodes in users for one in nodes):
+        graph.erase_node(constant)
     output = next(iter(reversed(graph.nodes)))
     at = traced.result_count + len(known)
     flat = list(output.args[0])

@@ -24,6 +24,7 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedC
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
+from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.ir.location import Location
 
@@ -106,6 +107,7 @@ class Substitution(TorchFunctionMode):
                 "Make a tensor by torch.full((), number) and compute with that, or pass the number "
                 "to the step as an argument",
             )
+        args, kwargs = guard_special_numbers(func, args, kwargs)
         out = decompose(func, args, kwargs)
         if out is not NotImplemented:
             return out

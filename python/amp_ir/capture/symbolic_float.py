@@ -81,6 +81,13 @@ def inputs_of(expression: Expression) -> frozenset[int]:
     return frozenset().union(*map(inputs_of, inner))
 
 
+def depends_on_tensor(expression: Expression) -> bool:
+    """Return whether an expression reads a tensor of the step."""
+    return expression.op == "tensor" or any(
+        isinstance(one, Expression) and depends_on_tensor(one) for one in expression.args
+    )
+
+
 def evaluate(expression: Expression, inputs: list[float]) -> float:
     """Return the value of an expression of hyper-parameters alone; NaN where it has none.
 
@@ -306,6 +313,11 @@ class SymbolicFloat(float):
     __floor__, __ceil__ = _rejected(math.floor), _rejected(math.ceil)
     is_integer, hex = _rejected(float.is_integer), _rejected(float.hex)
     as_integer_ratio = _rejected(float.as_integer_ratio)
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """Whether the value depends on no tensor, so that it can be compared."""
+        return not depends_on_tensor(self.expression)
 
     def __hash__(self) -> int:
         """Return the hash of the true value; record the use as a key, which freezes it."""

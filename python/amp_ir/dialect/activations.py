@@ -49,7 +49,7 @@ def _softplus_of(m: Any, x: Any) -> Any:
 
 
 def _elu(m: Any, x: Any, *, alpha: float, scale: float, input_scale: float) -> Any:
-    negative = alpha * scale * _expm1(m, m.minimum(x, 0.0) * input_scale)
+    negative = m.scaled(_expm1(m, m.scaled(m.minimum(x, 0.0), input_scale)), alpha * scale)
     return m.select(x < 0.0, negative, x * scale)
 
 
@@ -67,8 +67,8 @@ def _elu_backward(
     if is_result:
         negative = x_or_y + alpha * scale
     else:
-        negative = alpha * scale * m.exp(x_or_y * input_scale)
-    return m.select(x_or_y > 0.0, grad * scale, grad * input_scale * negative)
+        negative = m.scaled(m.exp(m.scaled(x_or_y, input_scale)), alpha * scale)
+    return m.select(x_or_y > 0.0, grad * scale, m.scaled(grad, input_scale) * negative)
 
 
 def _softplus(m: Any, x: Any, *, beta: float, threshold: float) -> Any:
@@ -110,7 +110,9 @@ ACTIVATIONS: dict[str, Formula] = {
     "relu_backward": lambda m, grad, y_or_x, *, threshold=0.0: m.select(
         y_or_x <= threshold, 0.0, grad
     ),
-    "leaky_relu_backward": lambda m, grad, x, *, slope: m.select(x > 0.0, grad, grad * slope),
+    "leaky_relu_backward": lambda m, grad, x, *, slope: m.select(
+        x > 0.0, grad, m.scaled(grad, slope)
+    ),
     "elu": _elu,
     "elu_backward": _elu_backward,
     "softplus": _softplus,

@@ -52,7 +52,7 @@ def _sign(m: Any, x: Any) -> Any:
 
 def _huber(m: Any, pred: Any, target: Any, *, delta: float) -> Any:
     distance = m.absolute(pred - target)
-    return m.select(distance <= delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))
+    return m.select(distance < delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta))
 
 
 def _cross_entropy(m: Any, pred: Any, target: Any) -> Any:

@@ -32,6 +32,11 @@ def normal_cdf(x: torch.Tensor, bell: torch.Tensor) -> torch.Tensor:
     return 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
 
 
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return an element times a number; 0 times infinity is NaN."""
+    return x * factor
+
+
 def power(base: torch.Tensor, exponent: float) -> torch.Tensor:
     """Return `base ** exponent`."""
     return torch.pow(base, exponent)

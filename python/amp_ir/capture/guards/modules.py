@@ -123,6 +123,8 @@ class GuardedModules:
 
     def __init__(self, modules: list[tuple[torch.nn.Module, Callable[[], str]]]) -> None:
         self._seen = [_Seen.of(module, name) for module, name in modules]
+        self._modules = [one.module for one in self._seen]
+        self._classes = list(map(type, self._modules))
         self._kinds = list({id(one.kind): one.kind for one in self._seen}.values())
         self._forwards = list(map(_forward_of, self._kinds))
         self._global_hooks = _global_hooks()
@@ -141,6 +143,8 @@ class GuardedModules:
             self._count.holds()
             and not (self._global_hooks and _global_hooks() != self._global_hooks)
             and list(map(_forward_of, self._kinds)) == self._forwards
+            # Another class writes to no dictionary.
+            and list(map(type, self._modules)) == self._classes
         )
 
     def refresh(self) -> None:

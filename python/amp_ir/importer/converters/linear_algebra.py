@@ -9,10 +9,12 @@ import torch
 from tvm import relax
 
 from amp_ir.importer.converters.emitter import Emitter
-from amp_ir.importer.converters.promotion import Operand, is_scalar, shape_of
+from amp_ir.importer.converters.promotion import LOW_DTYPES, Operand, is_scalar, shape_of
 from amp_ir.importer.converters.registry import converts
 
 aten = torch.ops.aten
+# Below this many multiplications a matrix ATen computes a batched product itself (`bmm` of 2.13).
+_SMALL_BATCHED_PRODUCT = 400
 
 
 @converts(aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default)
@@ -50,12 +52,16 @@ def addmm(
 ) -> relax.Expr:
     """Return beta * bias + alpha * a @ b; with beta = 0 the bias is not read, NaN or not.
 
+    With alpha = 0 the product is not either where PyTorch calls a BLAS: not for low dtypes, and not
+    in small batched products.
     In a low dtype all of it is computed in float32 and rounded once, as PyTorch does. Dispatch adds
     a vector to a matmul before its rounding anyway.
     """
     dtype = str(a.ty.dtype)
+    if is_scalar(alpha) and alpha == 0 and _calls_blas(a, b):
+        return ops.broadcast(_without_product(ops, bias, beta), ops.shape)
     is_plain = all(is_scalar(one) and one == 1 for one in (alpha, beta)) and bias.ty.ndim == 1
-    if dtype not in ("float16", "bfloat16") or is_plain:
+    if dtype not in LOW_DTYPES or is_plain:
         product = _scaled(ops, ops.emit(relax.op.matmul(a, b)), alpha)
         if is_scalar(beta) and beta == 0:
             return product
@@ -64,6 +70,20 @@ def addmm(
     if not (is_scalar(beta) and beta == 0):
         result = ops.add(result, _scaled(ops, ops.cast(bias, "float32"), beta))
     return ops.cast(result, dtype)
+
+
+def _calls_blas(a: relax.Expr, b: relax.Expr) -> bool:
+    """Return whether PyTorch gives a product to a BLAS, which reads nothing where alpha is 0."""
+    *batch, n, k = shape_of(a)
+    is_small = bool(batch) and n * k * shape_of(b)[-1] < _SMALL_BATCHED_PRODUCT
+    return str(a.ty.dtype) not in LOW_DTYPES and not is_small
+
+
+def _without_product(ops: Emitter, bias: relax.Expr, beta: Operand) -> relax.Expr:
+    """Return beta * bias, or 0."""
+    if is_scalar(beta) and beta == 0:
+        return ops.full(ops.shape, 0, ops.dtype)
+    return _scaled(ops, bias, beta)
 
 
 @converts(aten.addbmm.default)

@@ -130,12 +130,34 @@ def bucketize(
     out_int32: bool = False,
     right: bool = False,
 ) -> relax.Expr:
-    """Return how many sorted boundaries are below each element (at or below it with `right`)."""
-    each = ops.reshape(x, [*shape_of(x), 1])
-    # NaN is above all boundaries: it is not below one.
-    not_passed = ops.binary(relax.op.less if right else relax.op.less_equal, each, boundaries)
-    passed = ops.emit(relax.op.logical_not(not_passed))
-    return ops.emit(relax.op.sum(ops.cast(passed, ops.dtype), [len(shape_of(x))]))
+    """Return how many sorted boundaries are below each element (at or below it with `right`).
+
+    PyTorch's binary search, step by step: what it finds among boundaries that are NaN or not sorted
+    depends on the way it goes. NaN is above all boundaries.
+    """
+    shape, count = shape_of(x), shape_of(boundaries)[-1]
+    first = ops.full(shape, 0, "int64")
+    last = ops.full(shape, count, "int64")
+    at_most = ops.constant(max(count - 1, 0), "int64")
+    for _ in range(count.bit_length()):
+        width = ops.emit(relax.op.subtract(last, first))
+        half = ops.emit(relax.op.right_shift(width, ops.constant(1, "int64")))
+        middle = ops.emit(relax.op.minimum(ops.emit(relax.op.add(first, half)), at_most))
+        there = _at(ops, boundaries, middle)
+        is_above = ops.binary(relax.op.greater if right else relax.op.greater_equal, there, x)
+        is_open = ops.emit(relax.op.greater(width, ops.constant(0, "int64")))
+        goes_up = ops.emit(relax.op.logical_and(ops.emit(relax.op.logical_not(is_above)), is_open))
+        next_one = ops.emit(relax.op.add(middle, ops.constant(1, "int64")))
+        last = ops.where(goes_up, last, middle)
+        first = ops.where(goes_up, next_one, first)
+    return ops.cast(first, ops.dtype)
+
+
+def _at(ops: Emitter, boundaries: relax.Expr, places: relax.Expr) -> relax.Expr:
+    """Return boundaries at places: of all, or of the places' own row."""
+    if len(shape_of(boundaries)) == 1:
+        return ops.emit(relax.op.take(boundaries, places, 0))
+    return ops.emit(relax.op.gather_elements(boundaries, places, len(shape_of(boundaries)) - 1))
 
 
 @converts(aten.searchsorted.Tensor)
@@ -152,9 +174,6 @@ def searchsorted(
     """Return what `bucketize` returns, with the boundaries of the same row if they are a matrix."""
     if sorter is not None:
         ops.reject("a sorter")
-    shape = shape_of(boundaries)
-    if len(shape) > 1:
-        boundaries = ops.reshape(boundaries, [*shape[:-1], 1, shape[-1]])
     result: relax.Expr = bucketize(ops, x, boundaries, right=right or side == "right")
     return result
 

@@ -38,7 +38,7 @@ class _Scores:
 
     def logit(self, *i: Any) -> Any:
         """Return scale * score + mask, or -inf where the row does not see the column."""
-        value = self.scores[i] * m.constant(self.options.scale, self.dtype)
+        value = m.product(self.scores[i], m.constant(self.options.scale, self.dtype))
         hidden = m.constant(float("-inf"), self.dtype)
         if self.mask is not None and self.mask.dtype != "bool":
             value = value + m.cast(self.mask[i], self.dtype)
@@ -133,6 +133,6 @@ def attention_score_gradient(
 
     def body(*i: Any) -> Any:
         weight = let(m.exp(seen.logit(*i) - row[i]))
-        return scale * weight * (seen.kept(grad_weights[i], *i) - correction[i])
+        return m.product(weight, scale) * (seen.kept(grad_weights[i], *i) - correction[i])
 
     return pointwise(scores.shape, op.results[0].dtype, body)

@@ -221,7 +221,9 @@ def leaky_relu(op: Lowering, x: Value) -> Value:
     def body(*i: Any) -> Any:
         element = let(x[i])
         return m.select(
-            element > _zero(element), element, element * m.constant(alpha, m.dtype_of(element))
+            element > _zero(element),
+            element,
+            m.product(element, m.constant(alpha, m.dtype_of(element))),
         )
 
     return pointwise(x.shape, op.results[0].dtype, body)

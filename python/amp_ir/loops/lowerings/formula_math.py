@@ -52,6 +52,12 @@ def absolute(x: Any) -> Any:
     return let(m.absolute(x))
 
 
+def scaled(x: Any, factor: float) -> Any:
+    """Return an element times a number; 0 times infinity is NaN, which TVM's `*` folds to 0."""
+    x = let(x)
+    return let(m.product(x, m.constant(factor, m.dtype_of(x))))
+
+
 def maximum(x: Any, bound: float) -> Any:
     """Return the larger of an element and a number; NaN if the element is."""
     x, bound = let(x), m.constant(bound, m.dtype_of(x))
