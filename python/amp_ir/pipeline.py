@@ -217,4 +217,6 @@ def library_calls(
     # A packed matrix is a copy, which the matmuls of a loss in chunks have no memory for.
     ir = ir if in_chunks else prepack_weights(ir, log=log)
     ir = accumulate_matmuls(ir, outputs, saves_memory=in_chunks, log=log)
-    return move_matmuls(ir, target.libraries, log=log), hoisted
+    if target.takes_fastest:
+        ir = move_matmuls(ir, target.libraries, log=log)
+    return ir, hoisted

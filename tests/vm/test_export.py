@@ -110,6 +110,29 @@ def test_a_step_may_do_without_pytorch_or_any_library(chosen, named, own, tmp_pa
     assert ("by own kernels relax.matmul x " in shown) == own
 
 
+@pytest.mark.skipif(not native.has("amp_ir.onednn.matmul"), reason="all matmuls are PyTorch's")
+def test_a_file_for_a_cpu_does_without_pytorch_where_that_is_faster(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: True)
+    file, out = tmp_path / "train.py", tmp_path / "step.so"
+    file.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(1024, 1024, bias=False)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "batch = (torch.zeros(1024, 1024),)\n"
+        "def step(x):\n"
+        "    loss = model(x).square().mean()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    return loss.detach()\n"
+    )
+    command = ["compile", str(file), "--amp-dtype", "float32"]
+    assert cli.main([*command, "--out", str(out)]) == 0
+    files = {one["file"] for one in json.loads(Path(f"{out}.json").read_text())["libraries"]}
+    assert "libamp_ir_onednn.so" in files
+    assert "libamp_ir_torch.so" not in files
+
+
 def test_a_file_of_the_users_own_compiles(tmp_path, capsys):
     file = tmp_path / "train.py"
     file.write_text(

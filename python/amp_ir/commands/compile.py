@@ -7,6 +7,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 import amp_ir
 from amp_ir.api import lower
 from amp_ir.commands import SUMMARIES
@@ -61,6 +63,8 @@ def add_compile(commands: Any) -> None:
 def _compile(arguments: argparse.Namespace) -> int:
     """Compile without a GPU and without the libraries of the step; see `amp_ir.vm.export`."""
     target = with_libraries(parse_target(arguments.target), arguments.libraries)
+    # What runs the file need not have PyTorch for what oneDNN can do.
+    target = attrs.evolve(target, takes_fastest=False)
     # Checked before anything that takes long.
     casts = casts_of(arguments)
     if target.is_cuda:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import tvm
 import tvm_ffi
@@ -63,7 +64,7 @@ def environment(target: CompileTarget) -> dict[str, Any]:
     functions = set(tvm_ffi.registry.list_global_func_names()) - COLLECTIVES
     return {
         **_of_process(),
-        "target": [target.kind, target.arch, list(target.libraries), target.allow_tf32],
+        "target": attrs.asdict(target),
         "tvm_target": str(target.tvm_target),
         "functions": sorted(name for name in functions if name.startswith("amp_ir.")),
         "pass_context": _pass_context(),

@@ -31,7 +31,8 @@ class CompileTarget:
 
     `libraries` are the prefixes of library functions (`amp_ir.<library>.<verb>`) that heavy ops
     may go to, the preferred one first. `allow_tf32`: float32 matmuls may round to TF32 there.
-    `features`: those of a CPU beyond what `arch` has, as LLVM calls them.
+    `features`: those of a CPU beyond what `arch` has, as LLVM calls them. `takes_fastest`: an op
+    may go to a later one of the libraries where that is faster.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -39,6 +40,7 @@ class CompileTarget:
     libraries: tuple[str, ...]
     allow_tf32: bool = False
     features: tuple[str, ...] = ()
+    takes_fastest: bool = True
 
     @property
     def is_cuda(self) -> bool:
