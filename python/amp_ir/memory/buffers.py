@@ -15,7 +15,7 @@ from amp_ir.ir.library_call import WRITTEN_OVER
 from amp_ir.ir.location import Location, locations_of
 from amp_ir.ir.step_module import InputSpec, OutputSpec
 from amp_ir.ir.tensor_layout import dtype_nbytes, physical_dtype
-from amp_ir.ir.workspace import persistent_nbytes, workspace_nbytes
+from amp_ir.ir.workspace import CallMemories
 
 # Pairs (result, argument) of a kernel that may share memory; set by the loops stage.
 INPLACE = "amp_ir.inplace"
@@ -176,6 +176,7 @@ class _Bufferizer:
         self.buffers = dict(zip(self.main.params, self.inputs, strict=True))
         self.tuples: dict[relax.Var, list[Buffer]] = {}
         self.calls: list[Call] = []
+        self.memories = CallMemories()
 
     def run(self) -> BufferizedStep:
         results: list[Buffer] = []
@@ -208,11 +209,8 @@ class _Bufferizer:
             op = ops[k] if k < len(ops) and ops[k] else call.ops[0]
             name = f"{op}_{position}" if len(types) == 1 else f"{op}_{position}.{k}"
             call.results.append(_buffer_of(one, name, op, expr.span))
-        nbytes = 0 if is_kernel else workspace_nbytes(expr)
-        if nbytes:
-            name = f"workspace_{position}"
-            call.workspace = Buffer("uint8", nbytes, name, call.ops[0], span=expr.span)
-        call.persistent_nbytes = 0 if is_kernel else persistent_nbytes(expr)
+        if not is_kernel:
+            self._add_memory(call, f"workspace_{position}")
         call.collective = "" if is_kernel else HALVES.get(call.symbol, "")
         self.calls.append(call)
         if isinstance(type_, relax.TupleType):
@@ -220,6 +218,14 @@ class _Bufferizer:
         else:
             call.results[0].span = variable.span or expr.span
             self.buffers[variable] = call.results[0]
+
+    def _add_memory(self, call: Call, name: str) -> None:
+        memory = self.memories.of(call.expr)
+        call.persistent_nbytes = memory.persistent_nbytes
+        if memory.workspace_nbytes:
+            call.workspace = Buffer(
+                "uint8", memory.workspace_nbytes, name, call.ops[0], span=call.expr.span
+            )
 
     def _buffer(self, expr: relax.Expr) -> Buffer:
         if isinstance(expr, relax.Var):
