@@ -110,15 +110,14 @@ def test_a_step_may_do_without_pytorch_or_any_library(chosen, named, own, tmp_pa
     assert ("by own kernels relax.matmul x " in shown) == own
 
 
-@pytest.mark.skipif(not native.has("amp_ir.onednn.matmul"), reason="all matmuls are PyTorch's")
-def test_a_file_for_a_cpu_does_without_pytorch_where_that_is_faster(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: True)
-    file, out = tmp_path / "train.py", tmp_path / "step.so"
+def train_file(folder: Path, layer: str, optimizer: str, batch: str) -> str:
+    """Write a train.py of a user's with one layer; return its path."""
+    file = folder / "train.py"
     file.write_text(
         "import torch\n"
-        "model = torch.nn.Linear(1024, 1024, bias=False)\n"
-        "optimizer = torch.optim.AdamW(model.parameters())\n"
-        "batch = (torch.zeros(1024, 1024),)\n"
+        f"model = torch.nn.Linear({layer})\n"
+        f"optimizer = torch.optim.{optimizer}\n"
+        f"batch = (torch.zeros({batch}),)\n"
         "def step(x):\n"
         "    loss = model(x).square().mean()\n"
         "    loss.backward()\n"
@@ -126,30 +125,25 @@ def test_a_file_for_a_cpu_does_without_pytorch_where_that_is_faster(tmp_path, mo
         "    optimizer.zero_grad()\n"
         "    return loss.detach()\n"
     )
-    command = ["compile", str(file), "--amp-dtype", "float32"]
-    assert cli.main([*command, "--out", str(out)]) == 0
-    files = {one["file"] for one in json.loads(Path(f"{out}.json").read_text())["libraries"]}
-    assert "libamp_ir_onednn.so" in files
-    assert "libamp_ir_torch.so" not in files
+    return str(file)
 
 
 def test_a_file_of_the_users_own_compiles(tmp_path, capsys):
-    file = tmp_path / "train.py"
-    file.write_text(
-        "import torch\n"
-        "model = torch.nn.Linear(64, 32)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "batch = (torch.zeros(8, 64),)\n"
-        "def step(x):\n"
-        "    loss = model(x).square().mean()\n"
-        "    loss.backward()\n"
-        "    optimizer.step()\n"
-        "    optimizer.zero_grad()\n"
-        "    return loss.detach()\n"
-    )
+    file = train_file(tmp_path, "64, 32", "SGD(model.parameters(), lr=0.1)", "8, 64")
     out = tmp_path / "linear.so"
-    assert cli.main(["compile", str(file), "--target", "sm_90", "--out", str(out)]) == 0
+    assert cli.main(["compile", file, "--target", "sm_90", "--out", str(out)]) == 0
     assert out.exists() and Path(f"{out}.json").exists()
+
+
+@pytest.mark.skipif(not native.has("amp_ir.onednn.matmul"), reason="all matmuls are PyTorch's")
+def test_a_file_for_a_cpu_does_without_pytorch_where_that_is_faster(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: True)
+    layer, optimizer = "1024, 1024, bias=False", "AdamW(model.parameters())"
+    file, out = train_file(tmp_path, layer, optimizer, "1024, 1024"), tmp_path / "step.so"
+    assert cli.main(["compile", file, "--amp-dtype", "float32", "--out", str(out)]) == 0
+    files = {one["file"] for one in json.loads(Path(f"{out}.json").read_text())["libraries"]}
+    assert "libamp_ir_onednn.so" in files
+    assert "libamp_ir_torch.so" not in files
 
 
 def test_wrong_uses_are_told_before_anything_is_captured(tmp_path, capsys):
