@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import mmap
 import os
 import subprocess
 import sys
@@ -295,3 +296,18 @@ def test_sources_that_changed_while_they_run_turn_the_cache_off(
         f"{tmp_path / 'a.py'} has changed since this process began"
     )
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("libtvm_runtime_cuda.so", False), ("libtvm_other.so", True)]
+)
+def test_what_is_loaded_for_a_gpu_later_is_not_part_of_it(
+    name: str, counts: bool, tmp_path: Path
+) -> None:
+    """The key of a step for a CPU is the same before and after one for a GPU is made."""
+    before = environment_module._libraries()
+    file = tmp_path / name
+    file.write_bytes(b"code")
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ):
+        added = [one for one in environment_module._libraries() if one not in before]
+    assert [one[0] for one in added] == [name] * counts

@@ -39,6 +39,8 @@ _PREFIXES = (
 _OTHERS = ("AMP_IR_CACHE", "AMP_IR_CACHE_NBYTES", "AMP_IR_DUMP")
 # Shared libraries whose code plans, compiles or is asked for sizes, by the start of their names.
 _LIBRARIES = ("libtvm", "libdnnl", "libtorch_cpu", "libgomp", "libiomp", "libomp")
+# Loaded with a process's first program for a GPU; it is of the same release as TVM's others.
+_LATER = "libtvm_runtime_cuda"
 # Of libraries of hundreds of megabytes, whose releases are named above, both ends are read: those
 # hold the linker's build number, the symbols and all sizes.
 _END_NBYTES = 1 << 16
@@ -163,7 +165,7 @@ def _libraries() -> list[list[Any]]:
     found = []
     for path in paths:
         name = os.path.basename(path)
-        if name.startswith(_LIBRARIES):
+        if name.startswith(_LIBRARIES) and not name.startswith(_LATER):
             with open(path, "rb") as file:
                 ends = file.read(_END_NBYTES)
                 nbytes = file.seek(0, os.SEEK_END)
