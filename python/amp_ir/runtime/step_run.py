@@ -34,7 +34,9 @@ T = TypeVar("T")
 _COUNTED = (
     "amp_ir.onednn.", "amp_ir.torch.", "amp_ir.torch_cuda.", "amp_ir.cublaslt.", "amp_ir.loop.",
 )  # fmt: skip
-_LIBRARY, _PYTORCH = "amp_ir.", "amp_ir.torch."
+_LIBRARY = "amp_ir."
+# Those that may compute in PyTorch: a loop calls what its body does.
+_BY_PYTORCH = ("amp_ir.torch.", "amp_ir.loop.")
 _IN_PYTHON = frozenset({external_call.SYMBOL}) | COLLECTIVES
 # What a function of Python's raises inside of `main` comes out as its own class where that is
 # known, and as a RuntimeError where not: an interruption must stay one.
@@ -70,7 +72,7 @@ class StepRun:
         self._plan = plan
         self._written = written
         self._run = native.function("amp_ir.step.run")
-        by_pytorch = any(call.symbol.startswith(_PYTORCH) for call in plan.calls)
+        by_pytorch = any(call.symbol.startswith(_BY_PYTORCH) for call in plan.calls)
         self._precision = full_float32 if by_pytorch else contextlib.nullcontext
         kept = torch.empty(max(plan.writes.kept_nbytes, 1), dtype=torch.uint8)
         self._kept = tvm.runtime.from_dlpack(kept)
