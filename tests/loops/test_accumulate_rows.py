@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table's gradient is added to another gradient of the table in the memory of that one."""
+"""A table's gradient is added to the table, or to another gradient of it, in that one's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.interpreter import interpret
 from amp_ir.ir.memory_plan import MemoryRole
 from amp_ir.loops.fusion.accumulate_rows import find_accumulations
-from kernel_check import run_kernels
+from cuda_emulator import in_emulator
+from kernel_check import run_cuda_kernels, run_kernels
 
 ROWS, WIDTH = 30, 64
 Body = Callable[[relax.BlockBuilder, relax.Var, relax.Var, relax.Var], relax.Expr]
@@ -71,6 +72,37 @@ def test_the_sum_is_that_of_the_interpreter(body: Body, padding_idx: int | None)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+def half(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    product = builder.emit(R.multiply(gradient, relax.const(0.5, "float32")))
+    return builder.emit(R.add(builder.emit(R.tanh(table)), product))
+
+
+def minus_the_gradient(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    factor = builder.emit(R.mean(table))
+    product = builder.emit(R.negative(builder.emit(R.multiply(factor, gradient))))
+    return builder.emit(R.subtract(builder.emit(R.tanh(table)), product))
+
+
+@in_emulator
+@pytest.mark.parametrize("body", [half, minus_the_gradient])
+def test_the_sum_may_take_a_multiple_of_the_gradient(body: Body) -> None:
+    mod = program(body)
+    assert len(find_accumulations(Dataflow(mod)).sums) == 1
+    given = inputs()
+    (expected,) = interpret(mod, given)
+    # One rounding more or less, by tanh and the order of sums.
+    torch.testing.assert_close(run_kernels(mod, given)[0], expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(run_cuda_kernels(mod, given)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_are_summed_before_they_are_added() -> None:
+    # Added one by one to 1, each 2^-25 would be lost.
+    mod = program(lambda b, table, gradient, _ids: b.emit(R.add(table, gradient)))
+    table, grad = torch.ones(ROWS, WIDTH), torch.full((2, 6, WIDTH), 2.0**-25)
+    (found,) = run_kernels(mod, [table, grad, torch.full((2, 6), 4)])
+    assert torch.equal(found[4], torch.full((WIDTH,), 1 + 3 * 2.0**-23))
+
+
 def read_twice(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
     return builder.emit(R.multiply(builder.emit(R.add(table, gradient)), gradient))
 
@@ -80,7 +112,23 @@ def broadcast(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
     return builder.emit(R.add(row, gradient))
 
 
-@pytest.mark.parametrize("body", [read_twice, broadcast])
+def gradient_minus(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    return builder.emit(R.subtract(gradient, builder.emit(R.tanh(table))))
+
+
+def multiple_read_twice(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    product = builder.emit(R.multiply(gradient, relax.const(0.5, "float32")))
+    return builder.emit(R.multiply(builder.emit(R.add(table, product)), product))
+
+
+def times_a_row(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+    row = builder.emit(R.mean(table, [0]))
+    return builder.emit(R.add(table, builder.emit(R.multiply(gradient, row))))
+
+
+@pytest.mark.parametrize(
+    "body", [read_twice, broadcast, gradient_minus, multiple_read_twice, times_a_row]
+)
 def test_other_sums_stay_as_they_are(body: Body) -> None:
     mod = program(body)
     assert not find_accumulations(Dataflow(mod)).sums
@@ -145,6 +193,44 @@ def test_with_sgd_tied_weights_hold_no_gradient_and_train_as_in_pytorch() -> Non
     for _ in range(3):
         torch.testing.assert_close(train(*batch), peer_step(*batch), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model[0].weight, peer[0].weight, rtol=1e-4, atol=1e-6)
+
+
+def embeddings(padding_idx: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    # Ids occur several times, and columns fill no vector.
+    model = nn.Sequential(nn.Embedding(512, 36, padding_idx=padding_idx), nn.Linear(36, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_sgd_writes_the_rows_of_a_table_that_occur(padding_idx: int | None) -> None:
+    model, optimizer, step = embeddings(padding_idx)
+    batches = [torch.randint(0, 20, (4, 16)) for _ in range(4)]
+    mod, _ = amp_ir.trace_step(step, (batches[0],), model=model, optimizer=optimizer)
+    tables = [v for v in lower(mod).plan.values if v.nbytes == 512 * 36 * 4]
+    assert [v.role for v in tables] == [MemoryRole.PARAMETER]
+    # Bytes of rates and of the roofline: of the 64 rows, read and written.
+    (call,) = [c for c in lower(mod).plan.calls if c.ops == ("embedding_backward",)]
+    assert call.written_nbytes == 64 * 36 * 4
+    assert call.read_nbytes < 3 * call.written_nbytes
+    train = amp_ir.compile(mod)
+    peer, _, peer_step = embeddings(padding_idx)
+    before = model[0].weight.detach().clone()
+    for batch in batches:
+        torch.testing.assert_close(train(batch), peer_step(batch), rtol=1e-6, atol=0.0)
+    # Sums of a few numbers of 1e-2 in another order than in PyTorch.
+    torch.testing.assert_close(model[0].weight, peer[0].weight, rtol=0.0, atol=1e-7)
+    assert torch.equal(model[0].weight[20:], before[20:])
+    assert not torch.equal(model[0].weight[:20], before[:20])
 
 
 def test_the_kernel_says_that_it_may_write_over_its_base() -> None:

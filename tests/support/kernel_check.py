@@ -141,7 +141,7 @@ def _evaluate(expr: Any, values: dict[Any, Any], run: Run) -> Any:
     if isinstance(expr, relax.Tuple):
         return tuple(_evaluate(field, values, run) for field in expr.fields)
     if isinstance(expr, GenericConst):
-        return torch.from_numpy(expr.value.numpy())
+        return torch.from_numpy(expr.value.numpy()).clone()  # in memory aligned for kernels
     if isinstance(expr, relax.TupleGetItem):
         return values[expr.tuple_value][int(expr.index)]
     if expr.op.name == "relax.reshape":

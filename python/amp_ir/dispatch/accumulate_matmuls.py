@@ -27,7 +27,6 @@ MATMUL = "amp_ir.onednn.matmul"
 ACCUMULATE = "amp_ir.onednn.matmul_accumulate"
 
 _SUMS = ("relax.add", "relax.subtract")
-_TABLE_GRADIENT = "amp_ir.embedding_backward"
 _VIEWS = ("relax.reshape", "relax.permute_dims")
 
 
@@ -295,22 +294,11 @@ class _Accumulator:
         span, place = self.values[total].span, self.place[total]
         calls = []
         for term in rest:
-            calls.append((relax.op.add, self._multiple(term, place, span)))
+            calls.append((relax.op.add, self._times(term.leaf, term.factors, place, span)))
         calls += [(relax.op.multiply, factor) for factor in outer]
         for k, (make, other) in enumerate(calls):
             name = total if k == len(calls) - 1 else None
             sum_ = self._bind(make(sum_, other), name, place, span)
-
-    def _multiple(self, term: _Term, place: int, span: tvm.ir.Span | None) -> relax.Expr:
-        """Return the leaf times its factors; of a table's gradient, multiply its few rows."""
-        table = self.values.get(term.leaf) if self.uses.get(term.leaf) == 1 else None
-        is_table = isinstance(table, relax.Call) and table.op.name == _TABLE_GRADIENT
-        if table is None or not is_table or not _is_full(table.args[0].ty):
-            return self._times(term.leaf, term.factors, place, span)
-        rows = self._times(table.args[0], term.factors, place, span)
-        arguments = [rows, *table.args[1:]]
-        of_rows = relax.Call(table.op, arguments, table.attrs, table.ty_args, table.span)
-        return self._bind(of_rows, None, place)
 
     def _times(
         self,

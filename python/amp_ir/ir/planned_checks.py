@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +13,16 @@ import torch
 from tvm import relax
 
 from amp_ir.errors import IndexOutOfRangeError, RankFailedError, SequenceLengthError
+from amp_ir.ir.dataflow import op_name
 from amp_ir.ir.index_check import IndexCheck, error_of
 from amp_ir.ir.interpreter import evaluate
+from amp_ir.ir.static_shape import shape_of
+
+# Each element of the result is one of the argument's.
+_MOVES = (
+    "relax.strided_slice", "relax.reshape", "relax.permute_dims", "relax.broadcast_to",
+    "relax.flip",
+)  # fmt: skip
 
 
 @attrs.frozen(eq=False)
@@ -40,7 +50,9 @@ class HostCheck:
         if self._passed and all(map(torch.equal, given, self._passed)):
             return None
         indices = given[0]
-        if self.bindings:
+        if self._moved_from is not None:
+            indices = torch.take(indices, self._moved_from)
+        elif self.bindings:
             values = dict(zip(self.parameters, given, strict=True))
             try:
                 indices = evaluate(self.ids, self.bindings, values)
@@ -57,6 +69,21 @@ class HostCheck:
             f"an index computed from {names} is" if self.bindings else f"{names} holds the index"
         )
         return self.check.describe(subject, wrong)
+
+    @functools.cached_property
+    def _moved_from(self) -> torch.Tensor | None:
+        """The positions in the one input that `ids` are moved from, flat; None where it computes.
+
+        To read these takes 15 microseconds where to evaluate a slice takes 170, in each step.
+        """
+        if not self.bindings or any(op_name(one.value) not in _MOVES for one in self.bindings):
+            return None
+        (parameter,) = self.parameters
+        shape, dtype = shape_of(parameter), str(parameter.ty.dtype)
+        if dtype not in ("int32", "int64"):
+            return None  # its numbers may be too few for the positions
+        every = torch.arange(math.prod(shape), dtype=getattr(torch, dtype)).reshape(shape)
+        return evaluate(self.ids, self.bindings, {parameter: every}).flatten().long()
 
 
 @attrs.frozen

@@ -20,6 +20,7 @@ from amp_ir.memory.write_planned import Destinations, copy_symbol
 CASTS = {"cast", "astype"}
 # Ops that read single elements of a table, wherever their ids point.
 _GATHERS = {"embedding", "index", "take", "gather_elements"}
+_TABLE_GRADIENT = "embedding_backward"
 
 
 def planned_calls(program: BufferizedStep, destinations: Destinations) -> tuple[PlannedCall, ...]:
@@ -44,7 +45,7 @@ def _call(call: Call) -> PlannedCall:
         ops=call.ops,
         locations=call.locations,
         read_nbytes=sum(_read_nbytes(call)),
-        written_nbytes=sum(buffer.nbytes for buffer in call.results),
+        written_nbytes=sum(_written_nbytes(call)),
         is_cast=not is_library and is_cast(call),
         is_rerun=call.is_rerun,
         result_count=len(call.results),
@@ -62,11 +63,26 @@ def _sent_nbytes(call: Call) -> int:
 
 
 def _read_nbytes(call: Call) -> Iterator[int]:
-    written = sum(buffer.nbytes for buffer in call.results)
-    gathers = bool(_GATHERS & set(call.ops))
+    written = sum(_written_nbytes(call))
+    gathers = bool(_GATHERS & set(call.ops)) or _adds_rows(call)
     for buffer in {id(buffer): buffer for buffer in call.reads}.values():
         # Of a table no more is read than what comes of it.
         yield min(buffer.nbytes, written) if gathers else buffer.nbytes
+
+
+def _written_nbytes(call: Call) -> Iterator[int]:
+    """Yield the bytes that are written of each result: of a table in place, the rows of items."""
+    if not _adds_rows(call):
+        yield from (buffer.nbytes for buffer in call.results)
+        return
+    table, grad = call.results[0], call.reads[0]  # the other results are lists of items
+    rows = grad.nbytes // dtype_nbytes(grad.dtype) * dtype_nbytes(table.dtype)
+    yield min(table.nbytes, rows)
+
+
+def _adds_rows(call: Call) -> bool:
+    """Return whether the call adds rows to a table that it may write over."""
+    return call.ops == (_TABLE_GRADIENT,) and bool(call.inplace_pairs())
 
 
 def _copy(source: Buffer, target: Buffer) -> PlannedCall:

@@ -12,6 +12,7 @@ from tvm import tirx
 from amp_ir.loops.codegen.coordinates import Axis
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
 from amp_ir.loops.codegen.levels import inplace_pairs
+from amp_ir.loops.codegen.statements import sequence
 from amp_ir.loops.group import Group, storage_of
 from amp_ir.loops.ir import Opaque, OpaqueKernel, TensorSpec, Value
 
@@ -104,11 +105,14 @@ class OpaqueBuffers:
         """Return the arguments of `OpaqueKernel.emit`."""
         return [self.inputs[k] for k in self.places], self.outputs
 
-    def finish(
-        self, body: tirx.Stmt, results: list[Opaque], workspace: list[tirx.Var] | None = None
-    ) -> Kernel:
-        """Return the kernel of this body; `workspace` buffers follow the outputs."""
-        workspace = workspace or []
+    def finish(self, statements: Sequence[tirx.Stmt], results: list[Opaque]) -> Kernel:
+        """Return the kernel of these statements.
+
+        What they allocate outside of loops is shared, and becomes workspace: parameters that follow
+        the outputs. What they allocate inside is private to a task.
+        """
+        workspace = [one.buffer for one in statements if isinstance(one, tirx.AllocBuffer)]
+        body = sequence([one for one in statements if not isinstance(one, tirx.AllocBuffer)])
         parameters = [buffer.buffer for buffer in [*self.inputs, *self.outputs]] + workspace
         pairs = [(output, self.places[source]) for output, source in self.kernel.inplace]
         function = with_pairs(tirx.PrimFunc(parameters, body), pairs)

@@ -13,3 +13,8 @@ def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
     if not statements:
         return tirx.Evaluate(tirx.const(0, "int32"))
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
+
+
+def statements_of(body: tirx.Stmt) -> list[tirx.Stmt]:
+    """Return the statements that were joined into one."""
+    return list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]

@@ -16,7 +16,7 @@ from amp_ir.ir.row_loops import ROW
 from amp_ir.ir.target import cpu
 from amp_ir.loops.codegen.kernel import GroupBuffers, Kernel, OpaqueBuffers, unflatten_axes
 from amp_ir.loops.codegen.loop_domain import loop_domain
-from amp_ir.loops.codegen.statements import sequence
+from amp_ir.loops.codegen.statements import sequence, statements_of
 from amp_ir.loops.cpu.columns import columns_kernel, with_few_rows
 from amp_ir.loops.cpu.concatenation import concatenated, parts_of
 from amp_ir.loops.cpu.group_loops import GRAIN, GroupLoops
@@ -67,7 +67,7 @@ def emit_opaque(results: list[Opaque]) -> Kernel:
     """Emit the kernel that computes these results: its statements are for a CPU already."""
     kernel = results[0].kernel
     buffers = OpaqueBuffers.declare(kernel)
-    return buffers.finish(kernel.emit(*buffers.arguments), results)
+    return buffers.finish(statements_of(kernel.emit(*buffers.arguments)), results)
 
 
 def emit_copy(size: int, dtype: str) -> tirx.PrimFunc:

@@ -16,7 +16,7 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.loops.codegen.kernel import Kernel, OpaqueBuffers
 from amp_ir.loops.codegen.kernel_buffers import memory_scope
-from amp_ir.loops.codegen.statements import sequence
+from amp_ir.loops.codegen.statements import statements_of
 from amp_ir.loops.cuda.launch import launch
 from amp_ir.loops.ir import Opaque
 
@@ -25,11 +25,7 @@ _THREADS = 64
 
 
 def emit_opaque(results: list[Opaque]) -> Kernel:
-    """Emit the kernel that computes these results.
-
-    Memory that the statements allocate outside of parallel loops is shared, and becomes workspace,
-    a parameter; memory that they allocate inside is private to a thread.
-    """
+    """Emit the kernel that computes these results."""
     kernel = results[0].kernel
     buffers = OpaqueBuffers.declare(kernel)
     if kernel.emit_cuda is not None:
@@ -37,13 +33,11 @@ def emit_opaque(results: list[Opaque]) -> Kernel:
     else:
         with memory_scope("local"):
             body = kernel.emit(*buffers.arguments)
-        written = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
         statements = [
-            one if isinstance(one, tirx.AllocBuffer) else _launched(one) for one in written
+            one if isinstance(one, tirx.AllocBuffer) else _launched(one)
+            for one in statements_of(body)
         ]
-    workspace = [one.buffer for one in statements if isinstance(one, tirx.AllocBuffer)]
-    launches = [one for one in statements if not isinstance(one, tirx.AllocBuffer)]
-    return buffers.finish(sequence(launches), results, workspace)
+    return buffers.finish(statements, results)
 
 
 def _launched(statement: tirx.Stmt) -> tirx.Stmt:

@@ -37,6 +37,7 @@ from amp_ir.loops.cuda.launch import (
 )
 from amp_ir.loops.cuda.tiles import TileMemory
 from amp_ir.loops.ir import TensorSpec, compute_dtype
+from amp_ir.loops.table_sum import TableSum
 
 # Sorted items that a block adds up: their rows are loaded at once, into registers.
 _CHUNK = 16
@@ -48,25 +49,20 @@ _RANKED = 4
 _NOT_LAST, _NOWHERE = -1, -2
 
 
-def scatter_rows(
-    grad: FlatBuffer,
-    ids: FlatBuffer,
-    out: FlatBuffer,
-    padding_idx: int | None,
-    base: FlatBuffer | None,
-) -> list[tirx.Stmt]:
-    """Emit the table of `out`: `base`, or zeros, with the rows of `grad` added at `ids`.
+def scatter_launches(table: TableSum) -> list[tirx.Stmt]:
+    """Emit the launches that compute a table.
 
     The table is accumulated in float32 or wider; a low dtype is rounded once at the end.
     """
+    out, base = table.out, table.base
     total, statements = out, []
     dtype = compute_dtype(out.spec.dtype)
     if out.spec.dtype != dtype:
         total = FlatBuffer.declare(TensorSpec(out.spec.shape, dtype), "total")
         statements.append(tirx.AllocBuffer(total.buffer))
     statements.append(_copy(base, total) if base is not None else _clear(total))
-    if ids.spec.size and total.spec.size:
-        scatter = _Scatter(grad, ids, total, padding_idx)
+    if table.ids.spec.size and total.spec.size:
+        scatter = _Scatter(table, total)
         statements += [*scatter.allocations(), *scatter.launches()]
     if total is not out:
         statements.append(_copy(total, out))
@@ -159,7 +155,7 @@ def _stored(
 
 @attrs.define
 class _Scatter:
-    """The launches that add the rows of `grad` to `total`, and their workspace.
+    """The launches that add the rows of a table's items to `total`, and their workspace.
 
     `order`: the items, sorted. `targets`: for each sorted item that is the last one of its id in
     its chunk, the row that takes their sum: of the table, or beyond it of `partial`, which has two
@@ -167,10 +163,8 @@ class _Scatter:
     `spans`: for each chunk, in how many more the id of its last item continues that begins in it.
     """
 
-    grad: FlatBuffer
-    ids: FlatBuffer
+    table: TableSum
     total: FlatBuffer
-    padding_idx: int | None
     count: int = attrs.field(init=False)
     chunks: int = attrs.field(init=False)
     rows: int = attrs.field(init=False)
@@ -182,7 +176,7 @@ class _Scatter:
     partial: FlatBuffer = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.count = self.ids.spec.size
+        self.count = self.table.ids.spec.size
         self.chunks = -(-self.count // _CHUNK)
         self.rows, self.columns = self.total.spec.shape
         self.width = _width_of(self.columns)
@@ -202,9 +196,6 @@ class _Scatter:
         """Emit the launches, in order."""
         return [self._rank(), self._add_chunks(), self._add_parts()]
 
-    def _id(self, item: Any) -> Any:
-        return tirx.Cast("int32", self.ids.load(item))
-
     def _rank(self) -> tirx.Stmt:
         """Emit the ranks of the items: a warp compares a few of them with all others."""
         together = THREADS // WARP * _RANKED
@@ -219,7 +210,8 @@ class _Scatter:
             counters = (lower, same, earlier)
 
             def load(at: Any) -> list[tirx.Stmt]:
-                return [tirx.BufferStore(own, self._id(m.clamp(first + at, self.count)), [at])]
+                item = m.clamp(first + at, self.count)
+                return [tirx.BufferStore(own, self.table.id_of(item), [at])]
 
             def look(step: Any) -> list[tirx.Stmt]:
                 other, its = tirx.Var("other", "int32"), tirx.Var("its", "int32")
@@ -233,7 +225,7 @@ class _Scatter:
                         earlier.add(_one_where(tirx.all(is_same, other < first + at)), at),
                     ]
 
-                found = [tirx.Bind(its, self._id(other)), *unrolled(_RANKED, "at", compare)]
+                found = [tirx.Bind(its, self.table.id_of(other)), *unrolled(_RANKED, "at", compare)]
                 inside = other < self.count if self.count % WARP else None
                 return [tirx.Bind(other, step * WARP + lane), *guarded(inside, found)]
 
@@ -267,10 +259,7 @@ class _Scatter:
         begin, end, rank, chunk, target = names.values()
         start = chunk * _CHUNK
         begins, ends = begin >= start, end <= start + _CHUNK
-        # An id outside of the table must not become a write outside of the buffer.
-        counts = m.inside(own, self.rows)
-        if self.padding_idx is not None:
-            counts = tirx.all(counts, tirx.NE(own, tirx.const(self.padding_idx, "int32")))
+        counts = self.table.counts(own)
         part = tirx.Select(begins, tirx.const(1, "int32"), tirx.const(0, "int32"))
         whole = tirx.Select(tirx.all(begins, ends), own, self.rows + 2 * chunk + part)
         summed = tirx.Select(counts, whole, tirx.const(_NOWHERE, "int32"))
@@ -300,7 +289,7 @@ class _Scatter:
             start, column = tirx.Var("start", "int32"), tirx.Var("column", "int32")
             vector = tirx.floormod(block, tiles) * threads + thread
             inside = column < self.columns if vectors % threads else None
-            dtype = self.grad.spec.dtype
+            dtype = self.table.grad.spec.dtype
             held = local_buffer(_CHUNK * self.width, physical_dtype(dtype), "held")
             target = local_buffer(_CHUNK, "int32", "target")
             running = ThreadAccumulator.declare("sum", "float64", self.width)
@@ -308,7 +297,7 @@ class _Scatter:
             def load(k: Any) -> list[tirx.Stmt]:
                 item = self.order.load(start + k)
                 row = tirx.BufferLoad(
-                    self.grad.buffer, [_at(item * self.columns + column, self.width)]
+                    self.table.grad.buffer, [_at(item * self.columns + column, self.width)]
                 )
                 fetch = [
                     tirx.BufferStore(target, self.targets.load(start + k), [k]),
@@ -357,7 +346,8 @@ class _Scatter:
         loads, element = _loaded(self.total, to, self.width)
 
         def added(lane: Any) -> Any:
-            taken = tirx.Cast("float64", element(lane)) + running.result(lane)
+            summed = self.table.scaled(running.result(lane))
+            taken = tirx.Cast("float64", element(lane)) + summed
             return m.cast(taken, self.total.spec.dtype)
 
         return [*loads, *_stored(self.total, to, self.width, added)]
@@ -397,7 +387,7 @@ class _Scatter:
             )  # fmt: skip
             of_first = guarded(tirx.EQ(line, 0), take(2 * chunk + 1))
             # `combine` calls this for each column of a thread; the table takes them together.
-            own = self._id(self.order.load(chunk * _CHUNK + _CHUNK - 1))
+            own = self.table.id_of(self.order.load(chunk * _CHUNK + _CHUNK - 1))
             done = self._add_to_table(own, column, running)
 
             def put(at: Any) -> list[tirx.Stmt]:

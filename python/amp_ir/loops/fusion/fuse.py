@@ -108,8 +108,7 @@ class _Program:
         self.reading = str(variable.name)
         if variable in self.accumulations.sums:
             found = self.accumulations.sums[variable]
-            # The table that rows are added to comes last, as an argument that the gradient lacks.
-            self.values[variable] = self._lowered(found.call, [*found.call.args, found.base])
+            self.values[variable] = self._lowered(found.call, found.arguments)
         elif variable not in self.accumulations.fused:
             self.values[variable] = self._value(value)
         if isinstance(value, relax.TupleGetItem) and isinstance(self.values[variable], Value):

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a table on a CPU: the rows of each id are summed, and then added to the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx import For, ForKind
+
+from amp_ir.ir.row_loops import ROW
+from amp_ir.ir.vector_instructions import LANES
+from amp_ir.loops import math as m
+from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, task_buffer
+from amp_ir.loops.codegen.statements import sequence
+from amp_ir.loops.ir import TensorSpec, compute_dtype
+from amp_ir.loops.table_sum import TableSum
+
+# Columns that one task adds up: few enough for parallel work, enough for whole cache lines.
+_BLOCK = 4 * LANES
+# Tasks that share the ids of some columns.
+_PARTS = 16
+
+
+def scatter_rows(table: TableSum) -> tirx.Stmt:
+    """Emit the sums of a table, in time that its size has no part in where `base` is its memory.
+
+    `first` has the first item of each id that occurs, `after` the next item of the same id, or -1.
+    """
+    if not table.ids.spec.size or not table.out.spec.size:
+        return _started(table)
+    first, after = (
+        FlatBuffer.declare(TensorSpec((size,), "int32"), name)
+        for name, size in (("first", table.out.spec.shape[0]), ("after", table.ids.spec.size))
+    )
+    return tirx.SeqStmt(
+        [
+            tirx.AllocBuffer(first.buffer),
+            tirx.AllocBuffer(after.buffer),
+            _started(table),
+            _each_item(table, lambda _item, id_: first.store(id_, tirx.const(-1, "int32"))),
+            _linked(table, first, after),
+            _added(table, first, after),
+        ]
+    )
+
+
+def _started(table: TableSum) -> tirx.Stmt:
+    """Emit zeros, or the copy of `base` where that is other memory, as only the kernel knows."""
+    (rows, width), out, base = table.out.spec.shape, table.out, table.base
+    if base is None:
+        zero = m.constant(0.0, compute_dtype(out.spec.dtype))
+        return for_each(rows, width, lambda flat: out.store(flat, zero))
+    copy = for_each(rows, width, lambda flat: out.store(flat, base.load(flat)))
+    addresses = [tirx.reinterpret("uint64", one.buffer.data) for one in (base, out)]
+    return tirx.IfThenElse(tirx.NE(*addresses), copy, None)
+
+
+def _each_item(table: TableSum, body: Any, order: Any = None) -> tirx.Stmt:
+    """Emit `body(item, id)` for each item that counts; `order(step)` says which one comes when."""
+    step, item, id_ = (tirx.Var(name, "int32") for name in ("step", "item", "id"))
+    statements = [
+        tirx.Bind(item, step if order is None else order(step)),
+        tirx.Bind(id_, table.id_of(item)),
+        tirx.IfThenElse(table.counts(id_), body(item, id_), None),
+    ]
+    return For(step, 0, table.ids.spec.size, ForKind.SERIAL, tirx.SeqStmt(statements))
+
+
+def _linked(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
+    """Emit the lists of the items of each id, from the last item to the first."""
+
+    def link(item: Any, id_: Any) -> tirx.Stmt:
+        return tirx.SeqStmt([after.store(item, first.load(id_)), first.store(id_, item)])
+
+    return _each_item(table, link, lambda step: table.ids.spec.size - 1 - step)
+
+
+def _added(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
+    """Emit the sums: a task has some columns of the ids that begin at every `_PARTS`th item."""
+    count, width = table.ids.spec.size, table.out.spec.shape[1]
+    block = _BLOCK if width % _BLOCK == 0 else width
+    names = ("task", "step", "start", "item", "id")
+    task, step, start, item, id_ = (tirx.Var(name, "int32") for name in names)
+    dtype = compute_dtype(table.out.spec.dtype)
+    total, now = task_buffer(block, dtype, "total"), task_buffer(1, "int32", "now")
+    zero = tirx.const(0, "int32")
+    current = tirx.BufferLoad(now, [zero])
+
+    def grad(row: Any, column: Any) -> Any:
+        return m.cast(table.grad.load(row * width + start + column), dtype)
+
+    def of_first(column: Any) -> tirx.Stmt:
+        return tirx.BufferStore(total, grad(item, column), [column])
+
+    def of_next(column: Any) -> tirx.Stmt:
+        summed = tirx.BufferLoad(total, [column]) + grad(current, column)
+        return tirx.BufferStore(total, summed, [column])
+
+    def put(column: Any) -> tirx.Stmt:
+        at = id_ * width + start + column
+        taken = table.scaled(tirx.BufferLoad(total, [column]))
+        return table.out.store(at, taken if table.base is None else table.out.load(at) + taken)
+
+    def move(row: Any) -> tirx.Stmt:
+        return tirx.BufferStore(now, after.load(row), [zero])
+
+    summed = [
+        columns(zero, block, of_first),
+        move(item),
+        tirx.While(current >= 0, tirx.SeqStmt([columns(zero, block, of_next), move(current)])),
+        columns(zero, block, put),
+    ]
+    begins = tirx.all(table.counts(id_), tirx.EQ(first.load(id_), item))
+    found = [tirx.Bind(id_, table.id_of(item)), tirx.IfThenElse(begins, sequence(summed), None)]
+    visited: tirx.Stmt = sequence(found)
+    if count % _PARTS:
+        visited = tirx.IfThenElse(item < count, visited, None)
+    own = [tirx.Bind(item, step * _PARTS + tirx.floormod(task, _PARTS)), visited]
+    body = [
+        tirx.Bind(start, tirx.floordiv(task, _PARTS) * block),
+        tirx.AllocBuffer(total),
+        tirx.AllocBuffer(now),
+        For(step, 0, -(-count // _PARTS), ForKind.SERIAL, sequence(own)),
+    ]
+    return For(task, 0, width // block * _PARTS, ForKind.PARALLEL, sequence(body))
+
+
+def for_each(rows: int, width: int, body: Any) -> tirx.Stmt:
+    """Emit `body(flat)` for each element of a matrix: parallel over rows, in vectors along them."""
+    row = tirx.Var(ROW, "int32")
+    loops = columns(0, width, lambda column: body(row * width + column))
+    return For(row, 0, rows, ForKind.PARALLEL, loops)
+
+
+def columns(start: Any, extent: int, body: Any) -> tirx.Stmt:
+    """Emit `body(column)` for `extent` columns from `start`, in vectors, then one by one."""
+    bulk = extent // LANES * LANES
+    statements: list[tirx.Stmt] = []
+    if bulk:
+        step, lane = tirx.Var("step", "int32"), tirx.Var("lane", "int32")
+        vector = For(lane, 0, LANES, ForKind.VECTORIZED, body(start + step * LANES + lane))
+        statements.append(For(step, 0, bulk // LANES, ForKind.SERIAL, vector))
+    if bulk < extent:
+        tail = tirx.Var("tail", "int32")
+        rest = extent - bulk
+        statements.append(For(tail, 0, rest, ForKind.SERIAL, body(start + bulk + tail)))
+    return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)

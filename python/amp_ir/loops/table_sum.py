@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels of a table's gradient compute, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from tvm import tirx
+
+from amp_ir.loops import math as m
+from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
+from amp_ir.loops.elements import dtype_of
+
+
+@attrs.frozen(eq=False)
+class TableSum:
+    """A table: `base`, or zeros, to whose row `ids[k]` row k of `grad` is added for all k.
+
+    The rows of an id are summed first, times all `factors`: added one by one to a weight, each
+    could be too small to change it.
+    """
+
+    grad: FlatBuffer
+    ids: FlatBuffer
+    out: FlatBuffer
+    padding_idx: int | None
+    base: FlatBuffer | None
+    factors: list[FlatBuffer]
+
+    def id_of(self, item: Any) -> Any:
+        """Return the row of the table that an item is added to; `counts` says whether it is."""
+        return tirx.Cast("int32", self.ids.load(item))
+
+    def counts(self, id_: Any) -> Any:
+        """Return whether the rows of an id count: outside of the table they must not be written."""
+        inside = m.inside(id_, self.out.spec.shape[0])
+        if self.padding_idx is None:
+            return inside
+        return tirx.all(inside, tirx.NE(id_, tirx.const(self.padding_idx, "int32")))
+
+    def scaled(self, total: Any) -> Any:
+        """Return the sum of an id's rows times the factors."""
+        for factor in self.factors:
+            total = total * m.cast(factor.load(0), dtype_of(total))
+        return total
