@@ -22,6 +22,7 @@ from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.order_collectives import order_collectives
 from amp_ir.memory.rematerialize import Rematerialization
+from amp_ir.memory.rerun_cheaply import rerun_cheaply
 from amp_ir.memory.roles import planned_calls, planned_values
 from amp_ir.memory.state_writes import state_writes
 from amp_ir.memory.write_planned import CopyKernel, Destinations, write_planned
@@ -66,6 +67,9 @@ def plan_memory(
     order_calls(live)
     if memory_budget is None and merger is not None:
         ir = fuse_input_kernels(ir, live, merger)
+    if memory_budget is None and merger is None:
+        live = rerun_cheaply(live)
+        program = live.program
     new_planner = functools.partial(_Planner, live, inputs, buckets, keeps_state=keeps_state)
     planner = new_planner()
     plan = planner.run()

@@ -59,9 +59,13 @@ class Rematerialization:
         for _ in range(_MAX_ROUNDS):
             if self.live.most <= arena_bytes:
                 return True
-            if self._stuck or not self.lower():
+            if not self.lower_peak():
                 return False
         return False
+
+    def lower_peak(self) -> bool:
+        """Do what `lower` does if the highest call of all can be lowered; return whether it can."""
+        return not self._stuck and self.lower() and not self._stuck
 
     def lower(self) -> bool:
         """Hold less during the highest call that can be lowered; return whether there was one."""
