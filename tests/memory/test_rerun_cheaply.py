@@ -58,6 +58,10 @@ def test_a_large_step_holds_less_and_computes_the_same_bits(
     assert not reruns(free.plan)
     assert reruns(planned.plan)
     assert planned.plan.peak_bytes < 0.95 * free.plan.peak_bytes
+    report = amp_ir.memory_report(mod, args)
+    assert report.reruns == reruns(planned.plan) > 1
+    told = f"{report.reruns} calls run a second time, so that less is held in between"
+    assert told in str(report).splitlines()
     pairs = zip(results_of(mod, planned, args), results_of(mod, free, args), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 

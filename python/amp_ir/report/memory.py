@@ -85,7 +85,8 @@ class MemoryReport:
     less. `peak_call` is the position in `timeline` at which that much is alive. The bytes by role
     and by dtype are those of that moment and add up to `lower_bound_bytes`. `chunked_losses` are
     those computed in chunks of rows for a `memory_budget`, `sent_nbytes` the bytes of each bucket
-    that ranks exchange: a range of the arena from its first gradient to its last use.
+    that ranks exchange: a range of the arena from its first gradient to its last use. `reruns` is
+    the number of calls that run a second time instead of their results being held.
     """
 
     peak_bytes: int
@@ -99,6 +100,7 @@ class MemoryReport:
     balance: AmpBalance | None = None
     chunked_losses: tuple[ChunkedLoss, ...] = ()
     sent_nbytes: tuple[int, ...] = ()
+    reruns: int = 0
 
     splits = Renamed("chunked_losses")
 
@@ -125,6 +127,9 @@ class MemoryReport:
             buckets = "1 bucket" if count == 1 else f"{count} buckets"
             total = mebibytes(sum(self.sent_nbytes))
             parts.append(f"ranks exchange {buckets}, {total} in the arena")
+        if self.reruns:
+            calls = "1 call runs" if self.reruns == 1 else f"{self.reruns} calls run"
+            parts.append(f"{calls} a second time, so that less is held in between")
         parts.append("")
         parts += [_role_table(self), "", _live_table(self), "", _timeline_table(self)]
         if self.balance is not None:
@@ -168,6 +173,7 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
         nbytes_by_dtype=_sums((value.dtype, value.nbytes) for value in held),
         chunked_losses=plan.chunked_losses,
         sent_nbytes=plan.sent_nbytes,
+        reruns=sum(call.is_rerun for call in plan.calls),
     )
     if baseline is None:
         return report
