@@ -8,25 +8,28 @@ from typing import Any
 import pytest
 import torch
 import tvm
+import tvm_ffi
 from torch import nn
 from tvm import relax
 from tvm.relax import op as R
 
 import amp_ir
 from amp_ir.api import lower
+from amp_ir.dispatch.accumulate_matmuls import accumulate_matmuls
 from amp_ir.dispatch.dispatch import LIBRARIES, dispatch
 from amp_ir.dispatch.move_matmuls import REASON, move_matmuls
 from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog, DispatchNote
 from amp_ir.ir.library_call import LibraryMatmul, read
+from amp_ir.ir.step_module import OutputSpec, Role
 from compiled_steps import assert_compiled_alike, compile_training
 from relax_functions import build
 from step_comparison import Training
 
 pytestmark = pytest.mark.skipif(
     not native.has("amp_ir.onednn.matmul")
-    or not native.has("amp_ir.torch.matmul")
+    or not native.has("amp_ir.torch.matmul_accumulate")
     or not torch.backends.mkl.is_available(),
     reason="one of the two libraries is missing",
 )
@@ -138,6 +141,77 @@ def test_sums_biases_and_batches_stay() -> None:
     ir = dispatch(build([(shape, "float32") for shape in shapes], body))
     assert libraries_of(ir) == ["onednn"] * 2
     assert libraries_of(move_matmuls(ir, LIBRARIES)) == ["onednn"] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "libraries"),
+    [("float32", 1024, ["torch"]), ("float32", 256, ["onednn"]), ("bfloat16", 1024, ["onednn"])],
+)
+def test_of_the_sums_only_large_ones_in_float32_move(
+    dtype: str, columns: int, libraries: list[str]
+) -> None:
+    shapes = {"x": (768, 1024), "d": (768, columns), "weight": (columns, 1024)}
+    dtypes = {"x": dtype, "d": dtype, "weight": "float32"}
+    x, d, weight = (relax.Var(k, relax.TensorType(shapes[k], dtypes[k])) for k in shapes)
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, d, weight]):
+        with builder.dataflow():
+            turned = builder.emit(R.permute_dims(d))
+            gradient = builder.emit(R.matmul(turned, x, out_dtype="float32"))
+            change = builder.emit(R.multiply(gradient, relax.const(-0.5, "float32")))
+            updated = builder.emit(R.add(weight, change))
+            result = builder.emit_output(relax.Tuple([updated]))
+        builder.emit_func_output(result)
+    outputs = [OutputSpec("weight", Role.PARAMETER, shapes["weight"], "float32", updates=2)]
+    summed = accumulate_matmuls(dispatch(builder.get()), outputs)
+    ir = move_matmuls(summed, LIBRARIES)
+    assert libraries_of(ir) == libraries
+    text = summed.script().replace("amp_ir.onednn.", f"amp_ir.{libraries[0]}.")
+    assert f"amp_ir.{libraries[0]}.matmul_accumulate" in text
+    assert ir.script() == text
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("alpha", "beta"), [(None, None), (-0.5, 0.9)])
+def test_pytorch_adds_a_product_to_a_matrix(
+    in_place: bool, alpha: float | None, beta: float | None
+) -> None:
+    d, x, c = torch.randn(40, 24), torch.randn(40, 32), torch.randn(24, 32)
+    out = c.clone() if in_place else torch.full((24, 32), torch.nan)
+    before = out if in_place else c
+    expected = (1.0 if beta is None else beta) * c.double()
+    expected += (1.0 if alpha is None else alpha) * (d.T.double() @ x.double())
+    shapes = ((24, 40), (1, 24), (40, 32), (32, 1), (24, 32), (32, 1))
+    layout = [tvm_ffi.Shape(one) for one in shapes]
+    factors = [None if n is None else tvm_ffi.from_dlpack(torch.tensor(n)) for n in (alpha, beta)]
+    function = native.function("amp_ir.torch.matmul_accumulate")
+    operands = [tvm_ffi.from_dlpack(one) for one in (d, x, before)]
+    function(*operands, None, *factors, *layout, "none", tvm_ffi.from_dlpack(out))
+    # 41 roundings of float32 of numbers up to some 20.
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    if not in_place:
+        with pytest.raises(ValueError, match="no bias and no epilogue"):
+            function(*operands, None, *factors, *layout, "relu", tvm_ffi.from_dlpack(out))
+
+
+def with_sgd() -> Training:
+    made = network()
+    optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = made.model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training(made.model, optimizer, step)
+
+
+def test_training_with_sums_in_float32_is_pytorchs() -> None:
+    # Both gradients of weights, and that of the second layer's input.
+    assert moved_calls(with_sgd()) == 3
+    assert_compiled_alike(with_sgd, batch, steps=3)
 
 
 def network() -> Training:

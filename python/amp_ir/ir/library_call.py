@@ -51,7 +51,8 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 }
 # The position of the argument that a library function may write its result over.
 WRITTEN_OVER = {
-    "amp_ir.onednn.matmul_accumulate": ARGUMENTS["matmul_accumulate"].index("c"),
+    f"amp_ir.{library}.matmul_accumulate": ARGUMENTS["matmul_accumulate"].index("c")
+    for library in ("onednn", "torch")
 }
 
 

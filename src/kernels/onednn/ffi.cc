@@ -12,6 +12,7 @@
 #include "onednn/recurrence.h"
 #include "onednn/widen.h"
 #include "step/call_count.h"
+#include "tensors/factor.h"
 #include "tensors/library_calls.h"
 #include "tensors/workspace.h"
 
@@ -64,19 +65,6 @@ void Matmul(const ffi::TensorView& a, const ffi::TensorView& b,
   Guard(kName, [&] { amp_ir::onednn::Matmul(of.a, of.b, of.bias_or_null(), of.out, finish); });
 }
 
-// The number in a tensor of one; null where there is none.
-const float* Factor(const char* name, const ffi::Optional<ffi::TensorView>& factor) {
-  if (!factor.has_value()) return nullptr;
-  if (!amp_ir::IsFloat((*factor).dtype(), 32) || (*factor).numel() != 1) {
-    TVM_FFI_THROW(TypeError) << "amp_ir.onednn.matmul_accumulate: " << name << " has "
-                             << (*factor).numel() << " elements of "
-                             << std::string(ffi::DLDataTypeToString((*factor).dtype()))
-                             << "; expected one float32";
-  }
-  return reinterpret_cast<const float*>(static_cast<const char*>((*factor).data_ptr()) +
-                                        (*factor).byte_offset());
-}
-
 // out = beta * c + alpha * (a @ b + bias); `c` is laid out as `out` is, and may be it. The epilogue
 // is "none": where it stands, the other matmuls have theirs.
 void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const ffi::TensorView& c,
@@ -101,7 +89,8 @@ void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b, const 
                              << std::string(ffi::DLDataTypeToString(of.out.dtype))
                              << "; expected float32, in which sums are accumulated";
   }
-  const float *product = Factor("alpha", alpha), *total = Factor("beta", beta);
+  const float* product = amp_ir::Factor(kName, "alpha", alpha);
+  const float* total = amp_ir::Factor(kName, "beta", beta);
   const bool is_query = amp_ir::WorkspaceQuery::Current() != nullptr;
   if (before.data != of.out.data && !is_query) amp_ir::ConvertStrided(before, of.out);
   Guard(kName, [&] {

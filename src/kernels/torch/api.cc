@@ -50,6 +50,7 @@ std::unique_ptr<Api> FindCpu() {
   }
   Find(lib, "aoti_torch_cpu_mm_out", &api->mm);
   Find(lib, "aoti_torch_cpu_bmm_out", &api->bmm);
+  Find(lib, "aoti_torch_cpu_addmm_out", &api->addmm);
   Find(lib, "aoti_torch_cpu_convolution", &api->conv);
   Find(lib, "aoti_torch_cpu_convolution_backward", &api->conv_backward);
   Find(lib, "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu", &api->cpu_attention);

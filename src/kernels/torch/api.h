@@ -32,6 +32,8 @@ struct Api {
 
   Error (*mm)(Handle out, Handle, Handle);
   Error (*bmm)(Handle out, Handle, Handle);
+  // CPU only. out = beta * to + alpha * (a @ b); a null function where PyTorch lacks it.
+  Error (*addmm)(Handle out, Handle to, Handle a, Handle b, double beta, double alpha);
   // (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
   Error (*conv)(Handle, Handle, Handle*, Dims, int64_t, Dims, int64_t, Dims, int64_t, int32_t, Dims,
                 int64_t, int64_t, Handle*);

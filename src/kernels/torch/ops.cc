@@ -201,6 +201,22 @@ void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,
   Tensor(place, out).CopyFrom(full);
 }
 
+void MatmulAccumulate(const Place& place, const StridedTensor& a, const StridedTensor& b,
+                      const StridedTensor& c, const float* alpha, const float* beta,
+                      const StridedTensor& out) {
+  if (auto* query = WorkspaceQuery::Current()) {
+    return query->Note(0, PackedNbytes(a, b, Form::kAsIs));
+  }
+  if (out.numel() == 0) return;
+  Tensor left(place, a), right(place, b), total(place, out);
+  if (c.data != out.data) total.CopyFrom(Tensor(place, c));
+  // One handle for both: of two PyTorch copies the sum into itself.
+  Check(place.api,
+        place.api.addmm(total.get(), total.get(), left.get(), right.get(),
+                        beta == nullptr ? 1 : *beta, alpha == nullptr ? 1 : *alpha),
+        "addmm");
+}
+
 // The result is copied once: PyTorch's C interface has no convolution that writes to a given
 // output. Its dispatcher has one, cudnn_convolution.out, for the forward pass alone; it would leave
 // to us what aten::convolution decides, the backend and cuDNN's benchmark, deterministic and TF32

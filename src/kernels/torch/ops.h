@@ -18,6 +18,12 @@ void SetFastBfloat16(bool is_fast);
 void Matmul(const Place& place, const StridedTensor& a, const StridedTensor& b,
             const StridedTensor* bias, const StridedTensor& out, Epilogue epilogue);
 
+// out = beta * c + alpha * (a @ b): matrices of float32 on a CPU, `c` laid out as `out`, and
+// perhaps in its memory. An absent factor is 1.
+void MatmulAccumulate(const Place& place, const StridedTensor& a, const StridedTensor& b,
+                      const StridedTensor& c, const float* alpha, const float* beta,
+                      const StridedTensor& out);
+
 // y of the convolution of x and w.
 void Convolve(const Place& place, const StridedTensor& x, const StridedTensor& w,
               const StridedTensor& y, const Convolution& convolution);

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "step/call_count.h"
+#include "tensors/factor.h"
 #include "tensors/library_calls.h"
 #include "tensors/workspace.h"
 #include "torch/ops.h"
@@ -76,6 +77,39 @@ struct Functions {
     amp_ir::CheckMatmul(name.c_str(), left, right, shift_or_null, result);
     const torch::Place place(ApiFor(name, out.device()), out.device());
     torch::Matmul(place, left, right, shift_or_null, result, finish);
+  }
+
+  // out = beta * c + alpha * (a @ b); `c` is laid out as `out` is, and may be it. There is neither
+  // a bias nor an epilogue.
+  static void MatmulAccumulate(const ffi::TensorView& a, const ffi::TensorView& b,
+                               const ffi::TensorView& c, const ffi::Optional<ffi::TensorView>& bias,
+                               const ffi::Optional<ffi::TensorView>& alpha,
+                               const ffi::Optional<ffi::TensorView>& beta, const ffi::Shape& a_dims,
+                               const ffi::Shape& a_strides, const ffi::Shape& b_dims,
+                               const ffi::Shape& b_strides, const ffi::Shape& out_dims,
+                               const ffi::Shape& out_strides, const ffi::String& epilogue,
+                               const ffi::TensorView& out) {
+    const std::string name = Name("matmul_accumulate");
+    const StridedTensor left = MakeStrided(name.c_str(), "a", a, a_dims, a_strides);
+    const StridedTensor right = MakeStrided(name.c_str(), "b", b, b_dims, b_strides);
+    const StridedTensor before = MakeStrided(name.c_str(), "c", c, out_dims, out_strides);
+    const StridedTensor total = MakeStrided(name.c_str(), "out", out, out_dims, out_strides);
+    amp_ir::CheckMatmul(name.c_str(), left, right, nullptr, total);
+    bool is_full = total.rank == 2;
+    for (const StridedTensor* one : {&left, &right, &before, &total}) {
+      is_full = is_full && amp_ir::IsFloat(one->dtype, 32);
+    }
+    if (!is_full || bias.has_value() ||
+        amp_ir::ParseEpilogue(name.c_str(), epilogue) != amp_ir::Epilogue::kNone) {
+      TVM_FFI_THROW(ValueError) << name
+                                << ": it adds the product of two float32 matrices to a "
+                                   "third; expected no other rank or dtype, no bias and "
+                                   "no epilogue (amp_ir.onednn.matmul_accumulate has them)";
+    }
+    const float* product = amp_ir::Factor(name.c_str(), "alpha", alpha);
+    const float* kept = amp_ir::Factor(name.c_str(), "beta", beta);
+    const torch::Place place(ApiFor(name, out.device()), out.device());
+    torch::MatmulAccumulate(place, left, right, before, product, kept, total);
   }
 
   // y of x and w; or the gradient of x of that of y and w; or that of w of that of y and x.
@@ -204,6 +238,10 @@ void RegisterCpu() {
       .def_packed("amp_ir.torch.with_scratch", amp_ir::CallWithWorkspace);
   if (api->mm != nullptr && api->bmm != nullptr) {
     functions.def("amp_ir.torch.matmul", Counted<Functions<Cpu>::Matmul>::Call);
+  }
+  if (api->addmm != nullptr) {
+    functions.def("amp_ir.torch.matmul_accumulate",
+                  Counted<Functions<Cpu>::MatmulAccumulate>::Call);
   }
   if (api->conv != nullptr) {
     functions.def("amp_ir.torch.conv", Counted<Functions<Cpu>::Convolve<Of::kResult>>::Call);
