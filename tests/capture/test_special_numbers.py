@@ -127,6 +127,41 @@ def test_a_constant_at_which_nothing_may_be_folded(function: Function, number: f
         torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
+def specials() -> torch.Tensor:
+    x = not_finite()
+    x[3] = torch.tensor([-2.0, 0.25, 100.0, -25.0])
+    return x
+
+
+def steps_at(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Three steps that descend a loss from special values are PyTorch's, gradients included."""
+
+    def step(x: torch.Tensor, cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().clone().requires_grad_()
+        y = function(x)
+        (gradient,) = torch.autograd.grad(y, x, cotangent.expand(y.shape))
+        return y.detach(), gradient, (x - 0.1 * gradient).detach()
+
+    train = amp_ir.jit(step, model=nn.Linear(1, 1))
+    for _ in range(3):
+        results, wanted = train(x, torch.tensor(0.75)), step(x, torch.tensor(0.75))
+        for found, other in zip(results, wanted, strict=True):
+            torch.testing.assert_close(found, other, equal_nan=True, rtol=1e-5, atol=1e-6)
+        x = wanted[2]
+
+
+@pytest.mark.parametrize("beta", [0.0, -0.0, 1e-50, -1.0])
+@pytest.mark.parametrize("threshold", [20.0, -1.0, 0.0])
+def test_softplus_with_a_beta_of_zero_or_below(beta: float, threshold: float) -> None:
+    steps_at(specials(), lambda x: F.softplus(x, beta, threshold))
+
+
+def test_celu_with_an_alpha_below_zero() -> None:
+    x = specials()
+    x[0, 0] = 1.0  # as with elu
+    steps_at(x, lambda x: F.celu(x, -1.5))
+
+
 @pytest.mark.parametrize("is_right", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 33])
 def test_boundaries_that_are_nan_or_not_sorted(*, count: int, is_right: bool) -> None:

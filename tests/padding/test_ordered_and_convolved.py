@@ -191,10 +191,11 @@ def test_windows_of_any_geometry_are_proven_where_they_read_zeros(
         assert any("windows reach over the end" in one for one in proof_of(case).leaks)
 
 
-def test_a_softplus_of_a_small_beta_hides_nothing() -> None:
+@pytest.mark.parametrize("beta", [1e-4, 0.0, -1.0])
+def test_a_softplus_of_a_small_beta_hides_nothing(beta: float) -> None:
     leaks = proof_of(
         Case(
-            step_of(lambda m, x, k, n: F.softplus(scores_of(m, x, k, -1e4), beta=1e-4).sum()),
+            step_of(lambda m, x, k, n: F.softplus(scores_of(m, x, k, -1e4), beta=beta).sum()),
             LENGTHS,
         )
     ).leaks

@@ -38,6 +38,10 @@ def _silu_backward(m: Any, grad: Any, x: Any) -> Any:
 
 
 def _expm1(m: Any, x: Any) -> Any:
+    return m.select(x > 1.0, m.exp(x) - 1.0, _small_expm1(m, m.minimum(x, 1.0)))
+
+
+def _small_expm1(m: Any, x: Any) -> Any:
     """Return exp(x) - 1 for x <= 1 without cancellation near 0: 2t / (1 - t), t = tanh(x / 2)."""
     t = m.tanh(0.5 * x)
     return 2.0 * t / (1.0 - t)
@@ -49,7 +53,9 @@ def _softplus_of(m: Any, x: Any) -> Any:
 
 
 def _elu(m: Any, x: Any, *, alpha: float, scale: float, input_scale: float) -> Any:
-    negative = m.scaled(_expm1(m, m.scaled(m.minimum(x, 0.0), input_scale)), alpha * scale)
+    # Below 0 the exponent is large where its factor is negative: celu with an alpha below 0.
+    minus_one = _expm1 if input_scale < 0.0 else _small_expm1
+    negative = m.scaled(minus_one(m, m.scaled(m.minimum(x, 0.0), input_scale)), alpha * scale)
     return m.select(x < 0.0, negative, x * scale)
 
 
@@ -72,13 +78,16 @@ def _elu_backward(
 
 
 def _softplus(m: Any, x: Any, *, beta: float, threshold: float) -> Any:
-    return m.select(x * beta > threshold, x, _softplus_of(m, x * beta) / beta)
+    """Compute softplus, which for a beta of 0 is infinite and, at infinity, NaN."""
+    z = m.scaled(x, beta)
+    return m.select(z > threshold, x, m.divided(_softplus_of(m, z), beta))
 
 
 def _softplus_backward(m: Any, grad: Any, x: Any, *, beta: float, threshold: float) -> Any:
     """Compute softplus's gradient from e^x, which is finite where e^-x is infinite."""
-    z = m.exp(m.minimum(x * beta, threshold))
-    return m.select(x * beta > threshold, grad, grad * z / (z + 1.0))
+    scaled = m.scaled(x, beta)
+    z = m.exp(m.minimum(scaled, threshold))
+    return m.select(scaled > threshold, grad, grad * z / (z + 1.0))
 
 
 def _log_sigmoid_backward(m: Any, grad: Any, x: Any) -> Any:
@@ -128,7 +137,7 @@ ACTIVATIONS: dict[str, Formula] = {
         m.absolute(x) < 3.0, grad * (1.0 / 6.0), 0.0
     ),
     "log1p": lambda m, x: m.log1p(x),
-    "expm1": lambda m, x: m.select(x > 1.0, m.exp(x) - 1.0, _expm1(m, m.minimum(x, 1.0))),
+    "expm1": _expm1,
     "mish": lambda m, x: x * m.tanh(_softplus_of(m, x)),
     "mish_backward": _mish_backward,
     "log_sigmoid": lambda m, x: m.minimum(x, 0.0) - m.log1p(m.exp(-m.absolute(x))),

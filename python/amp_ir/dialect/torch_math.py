@@ -37,6 +37,11 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x * factor
 
 
+def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return an element divided by a number; by 0 it is infinite or NaN."""
+    return x / divisor
+
+
 def power(base: torch.Tensor, exponent: float) -> torch.Tensor:
     """Return `base ** exponent`."""
     return torch.pow(base, exponent)

@@ -236,7 +236,8 @@ def _cast_to_low(a: Range) -> Range:
 @rule_for("amp_ir.softplus")
 def softplus(call: PaddedCall) -> PaddedTensor:
     """Compute log(1 + e^(beta x)) / beta, which is 0 where x is hidden, but for a small beta."""
-    function = pad_range.softplus if float(call.option("beta")) >= _LEAST_BETA else _not_negative
+    beta = float(call.option("beta"))
+    function = pad_range.softplus if beta >= _LEAST_BETA else _unless_infinite(beta)
     return broadcast(call.operands, function, call.result_dtypes[0])
 
 
@@ -244,8 +245,9 @@ def softplus(call: PaddedCall) -> PaddedTensor:
 _LEAST_BETA = 0.1
 
 
-def _not_negative(a: Range) -> Range:
-    return NOT_NEGATIVE if a.is_finite else ANY
+def _unless_infinite(beta: float) -> Callable[[Range], Range]:
+    """Return softplus's range for a small beta: below 1e-30 the quotient by it may be infinite."""
+    return lambda a: NOT_NEGATIVE if a.is_finite and beta > 1e-30 else ANY
 
 
 @rule_for("relax.nn.leakyrelu")

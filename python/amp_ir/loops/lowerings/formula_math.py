@@ -58,6 +58,12 @@ def scaled(x: Any, factor: float) -> Any:
     return let(m.product(x, m.constant(factor, m.dtype_of(x))))
 
 
+def divided(x: Any, divisor: float) -> Any:
+    """Return an element divided by a number; by 0 it is infinite or NaN."""
+    x = let(x)
+    return let(m.quotient(x, m.constant(divisor, m.dtype_of(x))))
+
+
 def maximum(x: Any, bound: float) -> Any:
     """Return the larger of an element and a number; NaN if the element is."""
     x, bound = let(x), m.constant(bound, m.dtype_of(x))
