@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_ir
+from amp_ir.errors import CaptureError
 
 Function = Callable[[torch.Tensor, float], torch.Tensor]
 A, B = torch.randn(4, 3), torch.randn(3, 4)
@@ -156,10 +157,46 @@ def test_softplus_with_a_beta_of_zero_or_below(beta: float, threshold: float) ->
     steps_at(specials(), lambda x: F.softplus(x, beta, threshold))
 
 
+# At NaN with eps, and at -0, PyTorch's vectors and its single elements differ: rows are short.
+@pytest.mark.parametrize("eps", [None, 0.0, 0.1, 0.5, 0.6, 1.0, -1.0])
+def test_the_gradient_of_logit_outside_of_its_range(eps: float | None) -> None:
+    x = specials()
+    x[2, 2] = 0.5
+    steps_at(x, lambda x: torch.stack([torch.logit(row, eps) for row in x]))
+
+
+@pytest.mark.parametrize("beta", [math.inf, 0.0, 1e-30])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_smooth_l1_with_a_beta_of_infinity(beta: float, reduction: str) -> None:
+    target = torch.linspace(-1, 1, 16).reshape(4, 4)
+    steps_at(specials(), lambda x: F.smooth_l1_loss(x, target, beta=beta, reduction=reduction))
+
+
+@pytest.mark.parametrize("beta", [-1.0, math.nan])
+def test_a_beta_that_smooth_l1_refuses(beta: float) -> None:
+    train = amp_ir.jit(lambda x: F.smooth_l1_loss(x, 2 * x, beta=beta), model=nn.Linear(1, 1))
+    with pytest.raises(CaptureError, match="does not support negative values for beta"):
+        train(torch.ones(3))
+
+
 def test_celu_with_an_alpha_below_zero() -> None:
     x = specials()
     x[0, 0] = 1.0  # as with elu
     steps_at(x, lambda x: F.celu(x, -1.5))
+
+
+def test_distances_that_count_differences_have_a_gradient_of_zero() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 2.0], [0.0, 1.0]], requires_grad=True)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().clone().requires_grad_()
+        distances = torch.cdist(x, x + 1, p=0.0), F.pdist(x, p=0.0)
+        total = sum(one.sum() for one in distances)
+        return *(one.detach() for one in distances), *torch.autograd.grad(total, x)
+
+    results = amp_ir.jit(step, model=nn.Linear(1, 1))(x)
+    for found, wanted in zip(results, step(x), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("is_right", [False, True])

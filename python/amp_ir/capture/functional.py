@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_ir.capture.decompositions.layouts import view
+from amp_ir.capture.decompositions.logit import logit_backward
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.replay import Replay
@@ -130,6 +131,7 @@ def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
         aten.addcmul.default: addcmul,
         aten.addcdiv.default: addcdiv,
         aten.view.default: view,
+        aten.logit_backward.default: logit_backward,
     }
     return {**_core_table(), **followed}
 

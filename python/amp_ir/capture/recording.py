@@ -28,6 +28,7 @@ from amp_ir.capture.decompositions.class_numbers import CLASS_LOSSES
 from amp_ir.capture.decompositions.ctc import CTC
 from amp_ir.capture.decompositions.foreach import call_foreach, is_foreach
 from amp_ir.capture.decompositions.grouped_matmul import GROUPED_MATMUL
+from amp_ir.capture.decompositions.loss_numbers import LOSS_NUMBERS
 from amp_ir.capture.decompositions.random_integers import RANDOM_INTEGERS
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
@@ -375,6 +376,7 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     **_BATCH_NORMS,
     **FUSED_CELLS,
     **CLASS_LOSSES,
+    **LOSS_NUMBERS,
     **CTC,
     **GROUPED_MATMUL,
     **RANDOM_INTEGERS,

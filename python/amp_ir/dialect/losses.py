@@ -12,6 +12,7 @@ Formulas are as in activations.py. Each row makes two ops:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,9 @@ def _smooth_l1(m: Any, pred: Any, target: Any, *, beta: float) -> Any:
 def _smooth_l1_slope(m: Any, pred: Any, target: Any, *, beta: float) -> Any:
     if beta == 0.0:
         return _sign(m, pred - target)
+    if math.isinf(beta):
+        distance = pred - target
+        return m.select(m.absolute(distance) < beta, 0.0, _sign(m, distance))
     return m.maximum(m.minimum((pred - target) * (1.0 / beta), 1.0), -1.0)
 
 

@@ -70,7 +70,7 @@ def _cdist(
         if p == 2 and by_product.get(compute_mode, False):
             return torch.cdist(x1, x2, p, compute_mode)
         x1, x2 = _wide(x1, x2)
-        return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+        return _norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
 
 
 def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
@@ -78,7 +78,15 @@ def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
     first, second = torch.triu_indices(len(input), len(input), 1, device=input.device)
     with _in_float32():
         (input,) = _wide(input)
-        return torch.linalg.vector_norm(input[first] - input[second], p, dim=-1)
+        return _norm(input[first] - input[second], p)
+
+
+def _norm(rows: torch.Tensor, p: float) -> torch.Tensor:
+    """Return norms of rows; with p = 0 they have a gradient of 0, as distances, and not none."""
+    norms = torch.linalg.vector_norm(rows, p, dim=-1)
+    if p != 0:
+        return norms
+    return norms + rows.masked_fill(torch.ones_like(rows, dtype=torch.bool), 0.0).sum(-1)
 
 
 def _embedding_bag(
