@@ -191,11 +191,15 @@ def test_windows_of_any_geometry_are_proven_where_they_read_zeros(
         assert any("windows reach over the end" in one for one in proof_of(case).leaks)
 
 
-@pytest.mark.parametrize("beta", [1e-4, 0.0, -1.0])
-def test_a_softplus_of_a_small_beta_hides_nothing(beta: float) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.softplus(x, beta=1e-4), lambda x: F.relu(-F.softplus(x, beta=-1.0))],
+    ids=["small", "negative"],
+)
+def test_a_softplus_of_a_small_beta_hides_nothing(function: Any) -> None:
     leaks = proof_of(
         Case(
-            step_of(lambda m, x, k, n: F.softplus(scores_of(m, x, k, -1e4), beta=beta).sum()),
+            step_of(lambda m, x, k, n: function(scores_of(m, x, k, -1e4)).sum()),
             LENGTHS,
         )
     ).leaks
