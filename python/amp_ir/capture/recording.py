@@ -38,6 +38,7 @@ from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
+from amp_ir.capture.zero_tangents import ZeroTangents
 from amp_ir.ir.empty_tensors import results_by_evaluation
 from amp_ir.ir.location import Location
 
@@ -94,9 +95,6 @@ _METRIC_ADVICE = (
     "on_train_batch_end"
 )
 
-# Forward mode's zeros without memory: where tensors are fake, they lose their device under vmap.
-_REPLACED = {aten._efficientzerotensor.default: aten.zeros.default}
-
 
 class Recorder(TorchDispatchMode):
     """A mode that marks every op with its location, and rejects reads of values, outside writes."""
@@ -116,6 +114,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._takes_packed = takes_packed
         self._checks = checks
+        self._zero_tangents = ZeroTangents()
         self._observer = observer
         self._transaction = transaction
         self._locator = locator
@@ -150,7 +149,6 @@ class Recorder(TorchDispatchMode):
         if is_foreach(func):
             with self:
                 return call_foreach(func, args, kwargs)
-        func = _REPLACED.get(func, func)
         location = self._locator.here()
         if func is _READ:
             if not _is_known(args[0]):
@@ -193,6 +191,9 @@ class Recorder(TorchDispatchMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
+        zeros = self._zero_tangents.call(func, args, kwargs)
+        if zeros is not None:
+            return zeros
         if torch.is_inference_mode_enabled():
             # There the ops that are made of others arrive whole, with special ones in them.
             with self:
