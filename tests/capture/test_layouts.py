@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import amp_ir
 from amp_ir.capture.decompositions.layouts import is_viewable, strided
 from amp_ir.errors import UnsupportedOpError
 from amp_ir.importer.import_step import import_step
@@ -135,6 +138,55 @@ def test_windows_that_overlap_are_copies() -> None:
         return Training(built, optimizer, step)
 
     assert_trains_alike(build, lambda k: (normal(k, 1, 6),))
+
+
+STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gaps": lambda h: h.as_strided((6, 2), (4, 1), 1),
+    "every third": lambda h: h.as_strided((7,), (3,)),
+    "repeated rows": lambda h: h.as_strided((3, 4), (0, 1)),
+    "windows": lambda h: h.as_strided((11, 3, 2), (2, 1, 1)),
+    "of rows": lambda h: h[1:].as_strided((2, 3), (8, 1)),
+    "of a transposed": lambda h: h.t().as_strided((6, 2), (4, 1)),
+    "of 4 axes": lambda h: h.view(2, 3, 1, 4).permute(3, 2, 0, 1).as_strided((2, 5), (12, 2)),
+    "after a write": lambda h: h.neg().mul_(2).as_strided((11, 2), (2, 1)),
+    "written": lambda h: written(h, lambda part, x: part.copy_(x)),
+    "multiplied in place": lambda h: written(h, torch.Tensor.mul_),
+    "read by another view": lambda h: written(h.t(), torch.Tensor.add_).t(),
+}
+
+
+def written(h: torch.Tensor, write: Callable[..., Any]) -> torch.Tensor:
+    """Write to a part of the memory of a copy, which another view reads."""
+    values = h.detach().clone()
+    write(values.transpose(0, 1).as_strided((6, 2), (4, 2)), torch.full((2,), 3.0))
+    return h * values
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_parts_of_memory_train_as_in_eager(name: str) -> None:
+    def build() -> tuple[nn.Module, Any, Callable[..., Any]]:
+        torch.manual_seed(0)
+        built = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            optimizer.zero_grad()
+            y = STRIDED[name](built(x))
+            weights = torch.arange(1, y.numel() + 1, dtype=y.dtype).view(y.shape)
+            loss = (y * weights.cos()).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), y.detach()
+
+        return built, optimizer, step
+
+    (built, optimizer, step), (other, _, eager) = build(), build()
+    train = amp_ir.jit(step, model=built, optimizer=optimizer)
+    for k in range(3):
+        x = normal(k, 6, 4)
+        found, wanted = [*train(x), *built.parameters()], [*eager(x), *other.parameters()]
+        for one, its in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, its, rtol=1e-5, atol=1e-6)
 
 
 def test_windows_beyond_a_tensor_are_refused() -> None:

@@ -63,10 +63,27 @@ class AliasSets:
             and alias_set not in self._disorderly_sets
         }
 
-    def only_read(self, op: Any) -> set[torch.fx.Node]:
-        """Return the calls of an op whose memory nothing writes to."""
+    def read_at_last(self, op: Any) -> set[torch.fx.Node]:
+        """Return the calls of an op whose memory nothing writes to later."""
         calls = [node for node in self._position if node.target is op]
-        return {node for node in calls if self._alias_set(node) not in self._written_at}
+        return {
+            node for node in calls if all(at < self._position[node] for at in self._writes_to(node))
+        }
+
+    def written_once(self, op: Any) -> dict[torch.fx.Node, torch.fx.Node]:
+        """Return writers of a view by an op that nothing else reads, and the view.
+
+        The writer writes to nothing else, and nothing reads its result.
+        """
+        writers = {}
+        for writer, written in self._writes:
+            if written.target is op and list(written.users) == [writer] and not writer.users:
+                if [one for by, one in self._writes if by is writer] == [written]:
+                    writers[writer] = written
+        return writers
+
+    def _writes_to(self, node: torch.fx.Node) -> list[int]:
+        return self._written_at.get(self._alias_set(node), [])
 
     def _alias_set(self, node: torch.fx.Node) -> torch.fx.Node:
         while self._parent[node] is not node:

@@ -28,8 +28,8 @@ from amp_ir.capture.call_templates import (
     number_of,
     template_of,
 )
-from amp_ir.capture.decompositions.layouts import strided, window
 from amp_ir.capture.locations import NodeMarker
+from amp_ir.capture.parts_of_memory import PartsOfMemory, whole_of, write_part
 from amp_ir.capture.repeated_ops import (
     begin_of_selected,
     fake_of_kind,
@@ -83,7 +83,8 @@ class Replay(torch.fx.Interpreter):
         memory = AliasSets(traced.graph)
         self._orderly = memory.orderly_calls() if _is_possible else set()
         self._written = memory.written_bases() if _is_possible else {}
-        self._only_read = memory.only_read(aten.as_strided.default)
+        self._parts = PartsOfMemory(memory)
+        self._parts.keep_until_written(self.user_to_last_uses, traced.graph)
         self._now: dict[torch.fx.Node, Any] = {}
         self._templates = Templates(mode)
 
@@ -120,10 +121,14 @@ class Replay(torch.fx.Interpreter):
             if argument in self._written:
                 self._now[self._written[argument]] = tensor
         if n.target in STRIDED:
-            out = self._strided(n)
+            out = self._parts.value(n, self.env[whole_of(n)])
             if out is not None:
                 return out
-        return super().run_node(n)
+        out = super().run_node(n)
+        part = self._parts.writers.get(n)
+        if part is not None:
+            write_part(part, self._tensor(self._value(whole_of(part))), self.env[part])
+        return out
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return a constant wrapped by functionalize: values computed from it may be written.
@@ -132,19 +137,6 @@ class Replay(torch.fx.Interpreter):
         """
         value = super().get_attr(target, args, kwargs)
         return aten.lift_fresh.default(value) if isinstance(value, torch.Tensor) else value
-
-    def _strided(self, n: torch.fx.Node) -> torch.Tensor | None:
-        """Replace `as_strided` by views that do not depend on the layout, which may differ now."""
-        source, *geometry = n.args
-        assert isinstance(source, torch.fx.Node)
-        forms: tuple[Any, ...] = (strided, window) if n in self._only_read else (strided,)
-        for form in forms:
-            out: torch.Tensor | None = form(
-                self.env[source], source.meta["val"], *geometry, **n.kwargs
-            )
-            if out is not None:
-                return out
-        return None
 
     def _value(self, n: Any) -> Any:
         """Return the new value of a node of the old graph."""

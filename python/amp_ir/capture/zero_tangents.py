@@ -7,6 +7,7 @@ vmap: the step has real zeros, and their products and quotients are zeros, as in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class ZeroTangents:
     def __init__(self) -> None:
         self._zeros: Any = WeakIdKeyDictionary()
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an op of such zeros; None where it is any other op."""
         if func is _MAKES:
             return self._made(aten.zeros.default(*args, **kwargs))

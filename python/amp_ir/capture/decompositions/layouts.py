@@ -79,15 +79,73 @@ def window(
     Windows may overlap, or leave elements out.
     """
     order = _order_in_memory(layout.shape, layout.stride())
-    begin = 0 if storage_offset is None else storage_offset - layout.storage_offset()
-    last = begin + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if order is None or 0 in size or begin < 0 or last >= x.numel():
+    places = _places(layout, size, stride, storage_offset)
+    if order is None or places is None:
         return None
-    places = torch.full((), int(begin), dtype=torch.int64, device=x.device)
-    for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
-        along = torch.arange(n, device=x.device) * step
-        places = places + along.view([-1] + [1] * (len(size) - 1 - axis))
     return x.permute(order).reshape(-1)[places]
+
+
+def write_window(
+    x: torch.Tensor,
+    layout: torch.Tensor,
+    part: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> None:
+    """Write `part` to where `as_strided(x, ...)` is, by indices that do not depend on the layout.
+
+    `has_window` said that it can.
+    """
+    places = _places(layout, size, stride, storage_offset)
+    assert places is not None
+    axes: list[torch.Tensor | None] = [
+        places // step % extent if extent != 1 else torch.zeros_like(places)
+        for extent, step in zip(layout.shape, layout.stride(), strict=True)
+    ]
+    x.index_put_(axes, part) if axes else x.copy_(part.reshape(()))
+
+
+def has_window(
+    layout: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> bool:
+    """Return whether `window` and `write_window` take a geometry: each element at most once."""
+    if _order_in_memory(layout.shape, layout.stride()) is None:
+        return False
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n != 1):
+        if step <= reach:
+            return False
+        reach += step * (n - 1)
+    return _begin_inside(layout, size, stride, storage_offset) is not None
+
+
+def _places(
+    layout: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None
+) -> torch.Tensor | None:
+    """Return where each element of `as_strided` is, counted in memory from the first of `layout`.
+
+    None where it has no elements, or is not inside of those of `layout`.
+    """
+    begin = _begin_inside(layout, size, stride, storage_offset)
+    if begin is None:
+        return None
+    places = torch.full((), begin, dtype=torch.int64, device=layout.device)
+    for axis, (n, step) in enumerate(zip(size, stride, strict=True)):
+        along = torch.arange(n, device=layout.device) * step
+        places = places + along.view([-1] + [1] * (len(size) - 1 - axis))
+    return places
+
+
+def _begin_inside(
+    layout: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None
+) -> int | None:
+    begin = 0 if storage_offset is None else int(storage_offset - layout.storage_offset())
+    last = begin + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return None if 0 in size or begin < 0 or last >= layout.numel() else begin
 
 
 def _order_in_memory(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
