@@ -27,6 +27,10 @@ _CELL_LOADS = _OF_CELLS - _CELL_STORES - {"MAKE_CELL", "LOAD_CLOSURE", "COPY_FRE
 _ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 # With these, code reaches attributes whose names are strings, or modules that it does not name.
 _BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"})
+# With these it may store under a name that no bytecode has.
+_UNNAMED_STORES = frozenset(
+    {"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"}
+)
 _TRAVERSALS = frozenset(
     {"children", "named_children", "modules", "named_modules", "get_submodule", *_BY_STRING}
 )
@@ -37,7 +41,8 @@ class CodeReads:
     """Names by how the code uses them, those of functions defined inside included.
 
     The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
-    and globals that are stored before any load of them in the order of the code.
+    and globals that are stored before any load of them in the order of the code. `stores_unnamed`
+    says that it may store attributes under computed names.
     """
 
     attributes: set[str] = attrs.Factory(set)
@@ -51,6 +56,7 @@ class CodeReads:
     entry_lines: list[int] = attrs.Factory(list)
     optional: frozenset[str] = frozenset()
     traverses: bool = False
+    stores_unnamed: bool = False
     inner: frozenset[CodeType] = frozenset()
 
     @property
@@ -69,6 +75,7 @@ def reads_of(code: CodeType) -> CodeReads:
     found.inner = frozenset(inner)
     names = found.global_names | found.attributes
     found.traverses = bool(names & _TRAVERSALS)
+    found.stores_unnamed = bool(names & _UNNAMED_STORES)
     if names & _BY_STRING:
         found.optional = frozenset(strings)
         found.attributes |= strings

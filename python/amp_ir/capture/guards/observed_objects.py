@@ -27,6 +27,7 @@ from amp_ir.capture.guards.places import (
     flat,
     is_number,
 )
+from amp_ir.capture.guards.unnamed_attributes import UnnamedAttributes
 from amp_ir.capture.guards.users_objects import (
     is_end,
     is_library,
@@ -67,6 +68,7 @@ class ObservedObjects:
         self.contents: dict[int, Contents] = {}
         self.modules: dict[int, tuple[torch.nn.Module, Name]] = {}
         self.modes = KnownModes()
+        self.unnamed = UnnamedAttributes()
         self.tensors: dict[int, tuple[torch.Tensor, Name]] = {}
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
         self.caches: dict[int, tuple[Any, int]] = {}
@@ -212,6 +214,8 @@ class ObservedObjects:
         self, value: Any, name: Name, reads: CodeReads, code: CodeType | None, *, is_users: bool
     ) -> Iterator[tuple[Any, Name]]:
         own = vars(value) if isinstance(value, ModuleType) else own_attributes(value)
+        if is_users:
+            self.unnamed.keep(value, own, name, reads)
         touched = reads.touched
         keys = touched & own.keys() if own is not None else set()
         if isinstance(value, torch.nn.Module):

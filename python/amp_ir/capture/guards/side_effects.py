@@ -115,6 +115,7 @@ class SideEffects:
         self._report_modules(diagnostics)
         self._report_tensors(diagnostics)
         self._report_modes()
+        self.observer.objects.unnamed.add_changed(self.observer.objects.places)
         shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
             now = place.now()
@@ -146,6 +147,7 @@ class SideEffects:
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
+        self.observer.objects.unnamed.add_changed(self.observer.objects.places)
         self.registered.restore()
         self._restore_modes()
         for changed in self.of_optimizers.changes():
