@@ -56,7 +56,18 @@ def _max_unpool(ndim_space: int) -> Callable[..., torch.Tensor]:
     return max_unpool
 
 
-COMPOSED_BY_INDEX: dict[Any, Callable[..., torch.Tensor]] = {
+def _set_item(x: torch.Tensor, index: Any, value: Any) -> None:
+    """Assign elements; a mask without axes chooses all or none, and PyTorch reads its value."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and not index.ndim
+    if not is_mask or (isinstance(value, torch.Tensor) and value.ndim > x.ndim):
+        x[index] = value
+        return
+    chosen = value.to(x) if isinstance(value, torch.Tensor) else torch.full_like(x, value)
+    x.copy_(torch.where(index, chosen, x))
+
+
+COMPOSED_BY_INDEX: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__setitem__: _set_item,
     F.one_hot: _one_hot,
     F.max_unpool1d: _max_unpool(1),
     F.max_unpool2d: _max_unpool(2),
