@@ -37,9 +37,16 @@ class HyperParameter:
     item: int | None = None
 
     def is_gone(self) -> bool:
-        """Return whether its group lacks the entry, as after `load_state_dict` of one without."""
+        """Return whether its group lacks the entry, as after `load_state_dict` of one without.
+
+        An entry that the optimizer has no default for, the user's own, is gone when it holds no
+        number, too.
+        """
         groups = self.optimizer.param_groups
-        return self.group < len(groups) and self.key not in groups[self.group]
+        if self.group >= len(groups):
+            return False
+        is_missing = self.key not in groups[self.group]
+        return is_missing or (self.key not in self.optimizer.defaults and self._number() is None)
 
     def value(self) -> float:
         """Return the current value.
@@ -47,17 +54,26 @@ class HyperParameter:
         Raises:
             StateError: the entry is gone, or is no longer a number.
         """
-        groups = self.optimizer.param_groups
-        entry = groups[self.group].get(self.key) if self.group < len(groups) else None
-        if self.item is not None and isinstance(entry, (tuple, list)):
-            entry = entry[self.item] if self.item < len(entry) else None
-        if entry is None or not _is_number(entry):
+        number = self._number()
+        if number is None:
+            entry = self._entry()
             where = f"param_groups[{self.group}][{self.key!r}]"
             raise StateError(
                 f"{self.name} is an input of the compiled step, but {where} is now {entry!r}; "
                 "expected a number. Restore it, or capture the step again"
             )
-        return float(entry)
+        return number
+
+    def _entry(self) -> Any:
+        groups = self.optimizer.param_groups
+        entry = groups[self.group].get(self.key) if self.group < len(groups) else None
+        if self.item is not None and isinstance(entry, (tuple, list)):
+            return entry[self.item] if self.item < len(entry) else None
+        return entry
+
+    def _number(self) -> float | None:
+        entry = self._entry()
+        return float(entry) if _is_number(entry) else None
 
 
 def _is_number(value: object) -> bool:
@@ -93,28 +109,6 @@ def find_hyper_parameters(optimizers: list[torch.optim.Optimizer]) -> list[Hyper
                         if _is_input(key, entry)
                     ]
     return found
-
-
-def frozen_options(
-    optimizers: list[torch.optim.Optimizer], inputs: list[HyperParameter]
-) -> list[dict[str, Any]]:
-    """Return what is frozen into the graph: the other entries of every group, its parameters by id.
-
-    Entries that the optimizer has no default for are not its own: schedulers store values there
-    (`initial_lr`), also after the capture.
-    """
-    dynamic = {(id(h.optimizer.param_groups[h.group]), h.key) for h in inputs}
-    frozen = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            entries = {
-                key: value
-                for key, value in group.items()
-                if key in optimizer.defaults and (id(group), key) not in dynamic
-            }
-            entries["params"] = [id(parameter) for parameter in group["params"]]
-            frozen.append(entries)
-    return frozen
 
 
 def put_values(inputs: list[HyperParameter], values: Sequence[float]) -> Callable[[], list[str]]:

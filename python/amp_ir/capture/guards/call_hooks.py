@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 
 from amp_ir.capture.guards.ambient import Ambient
+from amp_ir.capture.guards.followed_hypers import computes_with_hypers
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues
@@ -19,8 +20,9 @@ from amp_ir.capture.guards.objects import GuardedObjects, Tier
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.optimizer_methods import GuardedOptimizerMethods
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
+from amp_ir.capture.guards.param_groups import GuardedGroups
 from amp_ir.capture.guards.watch import watch
-from amp_ir.capture.hyper_parameters import HyperParameter, frozen_options
+from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.interface import Interface
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import Guard, inputs_of
@@ -64,7 +66,8 @@ class CaptureGuards:
         self._interface = interface
         self._stepped = traced.stepped
         self._stored = traced.stored
-        self._frozen = frozen_options(state.optimizers, hypers)
+        users_read = computes_with_hypers(observer, state.optimizers)
+        self._groups = GuardedGroups(state.optimizers, hypers, users_read=users_read)
         self._owned = _owned_state(state, interface)
         self._find_gradients(traced)
         put = {id(tensor) for tensor in (*interface.put, *interface.kept)}
@@ -87,25 +90,19 @@ class CaptureGuards:
         self._tiers = self._make_tiers(observer, ambient)
 
     def _make_tiers(self, observer: Observer, ambient: Ambient) -> list[Tier]:
-        groups = [group for one in self._state.optimizers for group in one.param_groups]
-        options = watch(groups)
-        # A value that is a tensor, or a Python number of the step's, can change without a new
-        # version.
-        must_compare = bool(self._numbers and self._guards) or any(
-            isinstance(value, torch.Tensor) for group in groups for value in group.values()
-        )
-
-        def options_hold() -> bool:
-            lists = [group for one in self._state.optimizers for group in one.param_groups]
-            same = len(lists) == len(groups) and all(map(operator.is_, lists, groups))
-            return same and not must_compare and options.hold()
+        # A Python number of the step's can change while the groups do not.
+        must_compare = bool(self._numbers and self._guards)
 
         return [
             Tier(lambda: not self._was_first_step(), self._first_step),
             Tier(lambda: world_size() == self._world_size, self._other_processes),
             Tier(self._flags_hold, self._changed_flags),
             Tier(ambient.holds, lambda: iter(ambient.changes())),
-            Tier(options_hold, self._changed_options, options.refresh),
+            Tier(
+                lambda: not must_compare and self._groups.hold(),
+                self._changed_options,
+                self._groups.refresh,
+            ),
             Tier(self._of_optimizers.hold, self._of_optimizers.changes_in_words),
             GuardedOptimizerMethods(self._state.optimizers).tier(),
             self._parameters.tier(),
@@ -265,20 +262,7 @@ class CaptureGuards:
         return [one.value() for one in self._inputs()]
 
     def _changed_options(self) -> Iterator[str]:
-        now = frozen_options(self._state.optimizers, self._hypers)
-        if len(now) != len(self._frozen):
-            yield f"the optimizer had {len(self._frozen)} param groups and has {len(now)}"
-        for number, (group, before) in enumerate(zip(now, self._frozen, strict=False)):
-            for key in {**before, **group}:
-                was, is_now = before.get(key), group.get(key)
-                if was == is_now:
-                    continue
-                if key == "params":
-                    yield f"param group {number} has other parameters"
-                yield f"{key} of param group {number} was {was!r} and is {is_now!r}"
-        for hyper in self._hypers:
-            if hyper.is_gone():
-                yield f"{hyper.name} was removed"
+        yield from self._groups.changes()
         for name in self._crossed_comparisons():
             yield f"{name} crossed a value at which the step branches"
 
