@@ -35,6 +35,7 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
+from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
@@ -108,10 +109,12 @@ class Recorder(TorchDispatchMode):
         mode: FakeTensorMode,
         observer: Observer,
         checks: list[torch.Tensor],
+        seeding: Seeding,
         *,
         takes_packed: bool = False,
     ) -> None:
         super().__init__()
+        self._seeding = seeding
         self._takes_packed = takes_packed
         self._checks = checks
         self._zero_tangents = ZeroTangents()
@@ -156,7 +159,7 @@ class Recorder(TorchDispatchMode):
                 return self._read(args[0]) if constant is None else constant.item()
             if not isinstance(args[0], FakeTensor):
                 self._observer.note_read(args[0])
-        unsupported = _unsupported(func, kwargs)
+        unsupported = self._unsupported(func, args, kwargs)
         if unsupported is not None:
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped
@@ -175,6 +178,17 @@ class Recorder(TorchDispatchMode):
             self._transaction.cleared(args[0])
         self._marker.mark(location)
         return out
+
+    def _unsupported(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[str, str] | None:
+        """Return why a step cannot have an op, and what to do; None where it can."""
+        if kwargs.get("generator") is not None:
+            return f"{func} draws from a torch.Generator", _OWN_GENERATOR
+        seeded_by = self._seeding.before(func, args, kwargs)
+        if seeded_by:
+            return f"{func} draws random numbers after the step called {seeded_by}", SEEDED_ADVICE
+        return unsupported_reason(func) if is_custom(func) else None
 
     def _check_dependence(self, out: Any, error: Any, location: Location) -> None:
         """Refuse an op whose results' shapes depend on the data, which constants do not decide."""
@@ -307,13 +321,6 @@ class Recorder(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _unsupported(func: Any, kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return why a step cannot have an op, and what to do; None where it can."""
-    if kwargs.get("generator") is not None:
-        return f"{func} draws from a torch.Generator", _OWN_GENERATOR
-    return unsupported_reason(func) if is_custom(func) else None
 
 
 def _is_known(tensor: torch.Tensor) -> bool:

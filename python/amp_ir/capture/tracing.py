@@ -32,6 +32,7 @@ from amp_ir.capture.locations import Locator
 from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
 from amp_ir.capture.patches.module_methods import ModuleMethods
+from amp_ir.capture.patches.seeding import Seeding
 from amp_ir.capture.recording import Recorder
 from amp_ir.capture.shared_memory import shared_gradients
 from amp_ir.capture.state import State, StateTensor, fake_of, fake_of_state, kept, put_fakes
@@ -147,6 +148,7 @@ class StepTracer:
                         self.mode,
                         self.observer,
                         self._checks,
+                        stack.enter_context(Seeding.watched()),
                         takes_packed=self._arguments.takes_packed,
                     )
                 )
