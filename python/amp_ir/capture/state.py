@@ -204,7 +204,7 @@ def move_counters(optimizers: list[torch.optim.Optimizer]) -> int:
     moved = 0
     for optimizer in optimizers:
         for parameter, values in optimizer.state.items():
-            for key, value in values.items():
+            for key, value in values.items() if torch.is_tensor(parameter) else ():
                 if torch.is_tensor(value) and _beside(parameter, value) is not value:
                     values[key] = _beside(parameter, value)
                     moved += 1
@@ -288,7 +288,8 @@ def kept(state: State) -> Iterator[None]:
     for optimizer in state.optimizers:
         containers.append(_Contents(vars(optimizer)))
         containers += [_Contents(group) for group in optimizer.param_groups]
-        containers += [_Contents(values) for values in optimizer.state.values()]
+        states = optimizer.state.values()
+        containers += [_Contents(values) for values in states if isinstance(values, dict)]
     containers += [_Contents(vars(scaler_state.scaler)) for scaler_state in state.scalers]
     with restoring() as restores:
         keep_generators(restores)
@@ -361,11 +362,43 @@ def _replace_values(tensors: dict[str, Any], fakes: Mapping[int, torch.Tensor]) 
             tensors[key] = fakes.get(id(value), value)
 
 
+class _StateOfFakes(collections.defaultdict[Any, Any]):
+    """An optimizer's state by fakes, and by the user's own parameters, hidden where it is listed.
+
+    A step that sums over all of it would else count each tensor twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+        self.hidden: set[int] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for key in super().__iter__() if id(key) not in self.hidden)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def keys(self) -> Any:
+        """Return the keys but those hidden."""
+        return list(self)
+
+    def values(self) -> Any:
+        """Return the values by the keys that are listed."""
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        """Return the pairs of the keys that are listed."""
+        return [(key, self[key]) for key in self]
+
+
 def _put_optimizer_fakes(
     state: State, index: int, optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]
 ) -> None:
     """Store the state under the fake parameter and under the user's own."""
-    replaced: collections.defaultdict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    replaced = _StateOfFakes()
+    for key, values in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            replaced[key] = values
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             values = dict(optimizer.state.get(parameter, {}))
@@ -373,4 +406,5 @@ def _put_optimizer_fakes(
             values.update({key: entry.fake for key, entry in by_key.items()})
             if values:
                 replaced[fakes[id(parameter)]] = replaced[parameter] = values
+                replaced.hidden.add(id(parameter))
     optimizer.state = replaced

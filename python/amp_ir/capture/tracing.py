@@ -185,6 +185,7 @@ class StepTracer:
         self._left["changes"] = changes = given_arguments.changes()
         for change in changes.refused:
             self._refuse(f"the step {change}", "Change a copy of it, or return what is new")
+        self._refuse_attributes_of_batch()
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)
@@ -211,6 +212,16 @@ class StepTracer:
         if self._ranks is None:
             return None
         return TracedRanks(self._ranks, fakes, self._locator, self._diagnostics)
+
+    def _refuse_attributes_of_batch(self) -> None:
+        """Refuse Python values beside tensors of the batch, which differ from call to call."""
+        for tensor in self._arguments.tensors:
+            for key in vars(tensor):
+                if not key.startswith("_") and self.observer.users_code_names(frozenset({key})):
+                    self._refuse(
+                        f"the step reads the attribute {key!r} of a tensor of the batch",
+                        "Pass its value to the step as an argument",
+                    )
 
     def _outputs(self, value: Any) -> list[torch.Tensor]:
         """Return the flat outputs of the graph; `_left` records their roles."""

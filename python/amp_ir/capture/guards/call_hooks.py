@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 
 from amp_ir.capture.guards.ambient import Ambient
+from amp_ir.capture.guards.entries import GuardedEntries
 from amp_ir.capture.guards.followed_hypers import computes_with_hypers
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
 from amp_ir.capture.guards.gradient_flags import GradientFlags
@@ -104,6 +105,7 @@ class CaptureGuards:
                 self._groups.refresh,
             ),
             Tier(self._of_optimizers.hold, self._of_optimizers.changes_in_words),
+            GuardedEntries(self._state, observer).tier(),
             GuardedOptimizerMethods(self._state.optimizers).tier(),
             self._parameters.tier(),
             self._python_tier(GuardedModules(list(observer.objects.modules.values()))),

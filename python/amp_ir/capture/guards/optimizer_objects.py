@@ -29,7 +29,7 @@ from amp_ir.capture.guards.places import (
 from amp_ir.capture.hyper_parameters import IMPLEMENTATION_FLAGS
 
 # What every optimizer has, and what schedulers of learning rates and captures put beside it.
-_INTERNAL = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))]))) | {
+INTERNAL = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))]))) | {
     "_opt_called", "_step_count", "_step_supports_amp_scaling", "step",
 }  # fmt: skip
 _MOST_DEEP = 4
@@ -141,7 +141,7 @@ def _counts(value: Any) -> bool:
 
 
 def _is_own(key: Any) -> bool:
-    return key not in _INTERNAL
+    return key not in INTERNAL
 
 
 def _is_no_tensor(key: Any) -> bool:

@@ -21,7 +21,7 @@ _OF_SCHEDULERS = frozenset(
 _MOST_DEEP = 4
 
 Group = dict[str, Any]
-_Path = tuple[Any, ...]
+Path = tuple[Any, ...]
 
 
 class GuardedGroups:
@@ -43,7 +43,7 @@ class GuardedGroups:
         self._users_read = users_read
         self._groups = self._now()
         self._lists = [list(group["params"]) for _, group in self._groups]
-        paths: dict[int, set[_Path]] = {id(group): set() for _, group in self._groups}
+        paths: dict[int, set[Path]] = {id(group): set() for _, group in self._groups}
         for hyper in hypers:
             path = (hyper.key,) if hyper.item is None else (hyper.key, hyper.item)
             paths[id(hyper.optimizer.param_groups[hyper.group])].add(path)
@@ -87,7 +87,7 @@ class GuardedGroups:
                 was, is_now = before.get(path, ABSENT), held.get(path, ABSENT)
                 if not is_same(is_now, was):
                     words = change_in_words(was, is_now)
-                    yield f"{_in_words(path)} of param group {number} {words}"
+                    yield f"{path_in_words(path)} of param group {number} {words}"
         for hyper in self._hypers:
             if hyper.is_gone():
                 yield f"{hyper.name} was removed"
@@ -107,10 +107,10 @@ class GuardedGroups:
 
     def _frozen_of(
         self, number: int, optimizer: torch.optim.Optimizer, group: Group
-    ) -> dict[_Path, Any]:
+    ) -> dict[Path, Any]:
         """Return each plain value and object that is no input, by its path in the group."""
         keys = [key for key in group if self._counts(optimizer, key)]
-        found = chain.from_iterable(_parts((key,), group[key]) for key in keys)
+        found = chain.from_iterable(parts((key,), group[key]) for key in keys)
         return {path: value for path, value in found if path not in self._inputs[number]}
 
     def _counts(self, optimizer: torch.optim.Optimizer, key: str) -> bool:
@@ -119,17 +119,18 @@ class GuardedGroups:
         return self._users_read and key != "params" and key not in _OF_SCHEDULERS
 
 
-def _parts(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+def parts(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """Return the values inside of nested containers, and the kind and size of each container."""
     if isinstance(value, set):
         yield path, frozenset(value)
     elif isinstance(value, (tuple, *CONTAINERS)) and len(path) < _MOST_DEEP:
         yield path, (type(value).__name__, len(value))
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _parts((*path, key), item)
+            yield from parts((*path, key), item)
     else:
         yield path, value
 
 
-def _in_words(path: _Path) -> str:
+def path_in_words(path: Path) -> str:
+    """Return a path as a message writes it: `k['by']`."""
     return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
