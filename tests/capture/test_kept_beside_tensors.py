@@ -193,3 +193,50 @@ def test_an_attribute_of_a_tensor_of_the_batch_is_refused() -> None:
     batch.unread = batch.weighted
     del batch.weighted
     amp_ir.jit(lambda x: model(x).mean().backward(), model=model)(batch)
+
+
+def counts(parameter: nn.Parameter) -> None:
+    parameter.calls += 1
+
+
+def averages(parameter: nn.Parameter) -> None:
+    if not hasattr(parameter, "calls") or isinstance(parameter.calls, int):
+        parameter.calls = parameter.grad.clone()
+    parameter.grad.add_(parameter.calls)
+
+
+def forgets(parameter: nn.Parameter) -> None:
+    if hasattr(parameter, "calls"):
+        del parameter.calls
+
+
+@pytest.mark.parametrize("sets", [counts, averages, forgets])
+def test_an_attribute_of_a_parameter_that_the_step_changes_is_refused(
+    sets: Callable[[nn.Parameter], None],
+) -> None:
+    model = nn.Linear(4, 3)
+    model.weight.calls = 0
+
+    def step(x: torch.Tensor) -> None:
+        model(x).mean().backward()
+        sets(model.weight)
+        model.zero_grad()
+
+    message = "the step sets the attribute 'calls' of weight. Register a tensor as a buffer of the"
+    with pytest.raises(errors.CaptureError, match=message):
+        amp_ir.jit(step, model=model)(X)
+    assert model.weight.calls == 0
+
+
+def test_an_attribute_that_the_step_deletes_again_is_free() -> None:
+    model = nn.Linear(4, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model(x).mean().backward()
+        model.weight.kept = model.weight.grad * 2
+        total = model.weight.kept.sum()
+        del model.weight.kept
+        model.zero_grad()
+        return total
+
+    torch.testing.assert_close(amp_ir.jit(step, model=model)(X), step(X))

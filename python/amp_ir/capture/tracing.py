@@ -25,6 +25,7 @@ from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import StoredValue
 from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.places import is_same
 from amp_ir.capture.guards.side_effects import SideEffects
 from amp_ir.capture.hyper_parameters import HyperParameter, put_values, symbolic_arithmetic
 from amp_ir.capture.later_number import LaterNumber
@@ -118,6 +119,7 @@ class StepTracer:
     def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         state = self._state
         fakes = put_fakes(state)
+        attributes = [dict(vars(entry.fake)) for entry in state.tensors]
         overwritten = put_values(self._hypers, self._hyper_values())
         watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
         transaction = self._transaction = Transaction(state, self._buffer_places)
@@ -186,6 +188,7 @@ class StepTracer:
         for change in changes.refused:
             self._refuse(f"the step {change}", "Change a copy of it, or return what is new")
         self._refuse_attributes_of_batch()
+        self._refuse_new_attributes(attributes)
         for key in overwritten():
             self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
         self._refuse_unsaved_state(transaction)
@@ -221,6 +224,20 @@ class StepTracer:
                     self._refuse(
                         f"the step reads the attribute {key!r} of a tensor of the batch",
                         "Pass its value to the step as an argument",
+                    )
+
+    def _refuse_new_attributes(self, before: list[dict[str, Any]]) -> None:
+        """Refuse attributes of state tensors that the step sets or deletes, and may read later."""
+        for entry, held in zip(self._state.tensors, before, strict=True):
+            now = vars(entry.fake)
+            changed = [key for key in {**held, **now} if not is_same(now.get(key), held.get(key))]
+            for key in changed:
+                if self.observer.users_code_names(frozenset({key})):
+                    self._refuse(
+                        f"the step sets the attribute {key!r} of {entry.name}",
+                        "Register a tensor as a buffer of the model, or keep it in the "
+                        "optimizer's state; set a number after the step. What only this step reads "
+                        "it may delete before it ends",
                     )
 
     def _outputs(self, value: Any) -> list[torch.Tensor]:
