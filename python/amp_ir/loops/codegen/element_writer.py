@@ -51,6 +51,8 @@ class ElementWriter:
     held: dict[int, HeldRow] = attrs.field(factory=dict)
     _elements: dict[int, Any] = attrs.field(factory=dict)
     _depths: dict[tirx.Var, int] = attrs.field(factory=dict)
+    # Names whose elements differ between the lanes of a vector.
+    _varying: set[tirx.Var] = attrs.field(factory=set)
     _named: dict[int, list[tuple[Any, Any]]] = attrs.field(factory=dict)
     _full: set[int] = attrs.field(init=False)
     _row: set[int] = attrs.field(init=False)
@@ -89,16 +91,26 @@ class ElementWriter:
         variable = tirx.Var("t", dtype)
         self.body.append(tirx.Bind(variable, element))
         self._depths[variable] = depth
+        if self._varies(element):
+            self._varying.add(variable)
         return variable
+
+    def _varies(self, element: Any) -> bool:
+        """Return whether an element may differ between the lanes of a vector."""
+        if self.lane is None:
+            return False
+        used = undefined_vars(element)
+        return any(one in self._varying or one.same_as(self.lane) for one in used)
 
     def _hold(self, element: Any, dtype: str) -> Any:
         """Store an element in local memory (a register, after compilation).
 
         TVM's simplifier (0.27), which runs on CUDA kernels, substitutes names into their uses, so
         that the text of a hash, or of a logarithm of an exponential, multiplies at every step; it
-        does not look through memory.
+        does not look through memory. What all lanes have alike, as the row of a table, is one word:
+        then what is read there is a vector, too, and not gathered.
         """
-        count, lane = (LANES, self.lane) if self.lane is not None else (1, 0)
+        count, lane = (LANES, self.lane) if self._varies(element) else (1, 0)
         word = task_buffer(count, dtype, "word")
         self.allocations.append(tirx.AllocBuffer(word))
         self.body.append(tirx.BufferStore(word, element, [lane]))
