@@ -32,10 +32,14 @@ class ZeroTangents:
             return self._made(aten.zeros.default(*args, **kwargs))
         if not self._zeros:
             return None
+        if func._schema.is_mutable and any(self._has(one) for one in args):
+            # PyTorch's own zeros cannot be written; of these, views may share the memory.
+            self._zeros.clear()
+            return None
         if self._is_zero(func, args):
             shape = func(*args, **kwargs)
             return self._made(torch.zeros_like(shape))
-        if func.is_view and args[0] in self._zeros:
+        if func.is_view and self._has(args[0]):
             return self._made(func(*args, **kwargs))
         return None
 
@@ -43,8 +47,11 @@ class ZeroTangents:
         self._zeros[zeros] = None
         return zeros
 
+    def _has(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value in self._zeros
+
     def _is_zero(self, func: Any, args: tuple[Any, ...]) -> bool:
-        are_zeros = [isinstance(one, torch.Tensor) and one in self._zeros for one in args[:2]]
+        are_zeros = [self._has(one) for one in args[:2]]
         if func in _PRODUCTS:
             return any(are_zeros)
         if func in _SUMS:
