@@ -68,8 +68,10 @@ class Rematerialization:
         return not self._stuck and self.lower() and not self._stuck
 
     def lower(self) -> bool:
-        """Hold less during the highest call that can be lowered; return whether there was one."""
-        self.live.find_destinations()
+        """Hold less during the highest call that can be lowered; return whether there was one.
+
+        Requires: the live intervals have the destinations of now; they have, afterwards.
+        """
         calls = self.live.program.calls
         while len(self._stuck) <= _MAX_STUCK:
             held = self.live.at
