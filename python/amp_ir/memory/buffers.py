@@ -86,6 +86,8 @@ class Call:
     places: tuple[int, ...] = ()
     # Read once from the function: each access to a TVM array costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
+    # What rerun_cost.py estimated: a library call is read from TVM for it.
+    rerun_milliseconds: float | None = attrs.field(default=None, init=False)
 
     @property
     def reads(self) -> list[Buffer]:

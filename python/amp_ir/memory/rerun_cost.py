@@ -16,6 +16,12 @@ _CALL_MILLISECONDS = 0.002
 
 def rerun_milliseconds(call: Call) -> float:
     """Return the larger of (library) arithmetic and memory traffic, plus the call itself."""
+    if call.rerun_milliseconds is None:
+        call.rerun_milliseconds = _estimate(call)
+    return call.rerun_milliseconds
+
+
+def _estimate(call: Call) -> float:
     nbytes = sum(buffer.nbytes for buffer in {id(s): s for s in call.reads}.values())
     nbytes += sum(buffer.nbytes for buffer in call.results)
     flop = 0
