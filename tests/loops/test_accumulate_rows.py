@@ -227,8 +227,9 @@ def test_sgd_writes_the_rows_of_a_table_that_occur(padding_idx: int | None) -> N
     before = model[0].weight.detach().clone()
     for batch in batches:
         torch.testing.assert_close(train(batch), peer_step(batch), rtol=1e-6, atol=0.0)
-    # Sums of a few numbers of 1e-2 in another order than in PyTorch.
-    torch.testing.assert_close(model[0].weight, peer[0].weight, rtol=0.0, atol=1e-7)
+    # The gradient of the layer behind is a sum in another order than PyTorch's on some CPUs: that
+    # may move a weight below 4 by a unit in its last place.
+    torch.testing.assert_close(model[0].weight, peer[0].weight, rtol=0.0, atol=2.5e-7)
     assert torch.equal(model[0].weight[20:], before[20:])
     assert not torch.equal(model[0].weight[:20], before[:20])
 
