@@ -170,6 +170,7 @@ def lower(
                 bodies=bodies,
                 # A GPU's state is written as the queue comes to it.
                 keeps_state=not is_cuda,
+                reruns_cheaply=not is_cuda,
             )
         return attrs.evolve(planned, dispatched=own_log.notes)
 

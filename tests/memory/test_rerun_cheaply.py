@@ -98,6 +98,8 @@ def test_nothing_is_run_again_for_little_memory(monkeypatch: pytest.MonkeyPatch)
     assert not reruns(lower(mod).plan)
 
 
-def test_a_step_for_a_gpu_stays_as_it_is() -> None:
+@pytest.mark.parametrize("disable_fusion", [False, True])
+def test_a_step_for_a_gpu_stays_as_it_is(disable_fusion: bool) -> None:
     mod, _ = layers(rows=4096)
-    assert not reruns(lower(mod, target=targets.cuda("sm_90")).plan)
+    planned = lower(mod, target=targets.cuda("sm_90"), disable_fusion=disable_fusion)
+    assert not reruns(planned.plan)

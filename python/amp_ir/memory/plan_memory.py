@@ -41,6 +41,7 @@ def plan_memory(
     merger: KernelMerger | None = None,
     memory_budget: int | None = None,
     keeps_state: bool = True,
+    reruns_cheaply: bool = True,
     bodies: Mapping[str, PlannedStep] | None = None,
 ) -> PlannedStep:
     """Fix the address of every value and pass it there by destination.
@@ -51,7 +52,8 @@ def plan_memory(
     Requires: the loops stage has run (only call_tir, call_dps_packed, tuples, result reshapes);
               `copy_kernel` writes kernels for the same device, and so does `merger`: where there is
               one, calls that read only inputs are fused, unless `memory_budget` is given:
-              calls that may run twice are not merged; `bodies` has the planned body of each loop.
+              calls that may run twice are not merged, so that with `reruns_cheaply` there is
+              none; `bodies` has the planned body of each loop.
     Ensures:  values alive at the same time never share a byte, except an output that a kernel may
               write over an input it reads for the last time; a state input is overwritten only
               after its last reader; one arena holds everything else, oneDNN's workspace
@@ -67,7 +69,7 @@ def plan_memory(
     order_calls(live)
     if memory_budget is None and merger is not None:
         ir = fuse_input_kernels(ir, live, merger)
-    if memory_budget is None and merger is None:
+    if memory_budget is None and reruns_cheaply:
         live = rerun_cheaply(live)
         program = live.program
     new_planner = functools.partial(_Planner, live, inputs, buckets, keeps_state=keeps_state)
