@@ -20,6 +20,7 @@ from amp_ir.ir.dataflow import DPS_CALL, Dataflow, variables_of
 from amp_ir.ir.dispatch_log import DispatchLog
 from amp_ir.ir.library_call import LibraryMatmul, read, write
 from amp_ir.ir.location import join_spans
+from amp_ir.ir.multiples import factored, is_float32
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_module import OutputSpec
 
@@ -339,20 +340,14 @@ def _parts(call: relax.Expr | None) -> list[tuple[relax.Expr, tuple[relax.Expr, 
     if isinstance(call, relax.Call) and _is_sum(call):
         sign = (relax.const(-1.0, "float32"),) if call.op.name == "relax.subtract" else ()
         return [(call.args[0], ()), (call.args[1], sign)]
-    if not isinstance(call, relax.Call) or not _is_full(call.ty):
-        return []
-    if call.op.name == "relax.negative":
-        return [(call.args[0], (relax.const(-1.0, "float32"),))]
-    if call.op.name == "relax.multiply":
-        for one, number in (call.args, reversed(call.args)):
-            if shape_of(number) == () and shape_of(one) == shape_of(call):
-                return [(one, (number,))]
-    return []
+    is_full = isinstance(call, relax.Call) and is_float32(call.ty)
+    multiple = factored(call) if is_full else None
+    return [] if multiple is None else [(multiple[0], (multiple[1],))]
 
 
 def _is_sum(call: relax.Expr | None) -> bool:
     """Return whether it adds or subtracts float32 tensors of one shape."""
-    if not isinstance(call, relax.Call) or call.op.name not in _SUMS or not _is_full(call.ty):
+    if not isinstance(call, relax.Call) or call.op.name not in _SUMS or not is_float32(call.ty):
         return False
     return shape_of(call.args[0]) == shape_of(call.args[1]) != ()
 
@@ -360,13 +355,9 @@ def _is_sum(call: relax.Expr | None) -> bool:
 def _matmul(value: relax.Expr) -> LibraryMatmul | None:
     """Return a oneDNN matmul with an unprocessed float32 result; None for other values."""
     call = read(value)
-    if not isinstance(call, LibraryMatmul) or call.symbol != MATMUL or not _is_full(value.ty):
+    if not isinstance(call, LibraryMatmul) or call.symbol != MATMUL or not is_float32(value.ty):
         return None
     return call if call.epilogue == "none" else None
-
-
-def _is_full(type_: relax.Type) -> bool:
-    return isinstance(type_, relax.TensorType) and str(type_.dtype) == "float32"
 
 
 def _common_end(tuples: list[tuple[relax.Expr, ...]]) -> tuple[relax.Expr, ...]:

@@ -18,11 +18,10 @@ from amp_ir.ir.index_check import IndexCheck, error_of
 from amp_ir.ir.interpreter import evaluate
 from amp_ir.ir.static_shape import shape_of
 
+# Each element of the result is one of the argument's, and none is lost.
+SAME_VALUES = ("relax.reshape", "relax.permute_dims", "relax.broadcast_to", "relax.flip")
 # Each element of the result is one of the argument's.
-_MOVES = (
-    "relax.strided_slice", "relax.reshape", "relax.permute_dims", "relax.broadcast_to",
-    "relax.flip",
-)  # fmt: skip
+_MOVES = (*SAME_VALUES, "relax.strided_slice")
 
 
 @attrs.frozen(eq=False)

@@ -25,7 +25,7 @@ from amp_ir.ir.index_check import DivisorCheck, IndexCheck, error_of
 from amp_ir.ir.index_uses import index_uses
 from amp_ir.ir.interpreter import evaluate
 from amp_ir.ir.location import from_span, join_spans
-from amp_ir.ir.planned_checks import HostCheck, PlannedChecks
+from amp_ir.ir.planned_checks import SAME_VALUES, HostCheck, PlannedChecks
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.step_module import OutputSpec, Role, Signature
 from amp_ir.rewrites.divisor_flags import with_divisor_flags
@@ -36,13 +36,11 @@ from amp_ir.rewrites.ranges.value_ranges import ValueRanges
 HostChecks = Literal["all", "batch", "none"]
 EXTREMES = "index_extremes"
 
-# Each element of the result is one of the argument's, and none is lost.
-_SAME_VALUES = ("relax.reshape", "relax.permute_dims", "relax.broadcast_to", "relax.flip")
 _CASTS = ("relax.astype", "amp_ir.cast")
 # What the host computes exactly as the kernels do, of integers: views, look-ups, arithmetic.
 _ON_HOST = frozenset(
     (
-        *_SAME_VALUES, *_CASTS, "relax.strided_slice", "relax.concat", "relax.full",
+        *SAME_VALUES, *_CASTS, "relax.strided_slice", "relax.concat", "relax.full",
         "relax.arange", "relax.where", "relax.add", "relax.subtract", "relax.multiply",
         "relax.negative", "relax.abs", "relax.sign", "relax.maximum", "relax.minimum", "relax.mod",
         "relax.floor_mod", "relax.floor_divide", "relax.equal", "relax.not_equal", "relax.less",
@@ -167,7 +165,7 @@ class _Finder:
         name = op_name(value)
         if math.prod(shape_of(ids)) == 0 or self._is_proven(ids, check):
             return
-        if name in _SAME_VALUES or (name in _CASTS and self._is_kept(value)):
+        if name in SAME_VALUES or (name in _CASTS and self._is_kept(value)):
             yield from self._sources(value.args[0], check)
         elif name == "relax.concat" and isinstance(value.args[0], relax.Tuple):
             for part in value.args[0].fields:

@@ -7,7 +7,8 @@ import attrs
 from tvm import relax
 
 from amp_ir.ir.dataflow import Dataflow, op_name
-from amp_ir.ir.static_shape import extents_of, shape_of
+from amp_ir.ir.multiples import factored, is_float32
+from amp_ir.ir.static_shape import extents_of
 
 _GRADIENT = "amp_ir.embedding_backward"
 _SUMS = ("relax.add", "relax.subtract")
@@ -47,14 +48,13 @@ def find_accumulations(flow: Dataflow) -> Accumulations:
     found = Accumulations()
     if not flow.calls(_GRADIENT):
         return found
-    for name in _SUMS:
-        for variable, sum_ in flow.calls(name).items():
-            for at in (0, 1):
-                one = _accumulation(flow, sum_, at)
-                if one is not None:
-                    found.sums[variable], inside = one
-                    found.fused.update(inside)
-                    break
+    for variable, sum_ in flow.calls(*_SUMS).items():
+        for at in (0, 1):
+            one = _accumulation(flow, sum_, at)
+            if one is not None:
+                found.sums[variable], inside = one
+                found.fused.update(inside)
+                break
     return found
 
 
@@ -68,7 +68,7 @@ def _accumulation(
         if at == 0:
             return None  # base is what is subtracted
         factors.append(relax.const(-1.0, "float32"))
-    while isinstance(one, relax.Var) and flow.uses[one] == 1 and _is_full(one.ty):
+    while isinstance(one, relax.Var) and flow.uses[one] == 1 and is_float32(one.ty):
         inside.append(one)
         call = flow.values.get(one)
         if op_name(call) == _GRADIENT:
@@ -76,7 +76,7 @@ def _accumulation(
                 return None
             # The innermost first, as PyTorch multiplies.
             return Accumulation(call, base, tuple(reversed(factors))), inside
-        multiple = _multiple(call)
+        multiple = factored(call)
         if multiple is None:
             return None
         one, factor = multiple
@@ -84,22 +84,5 @@ def _accumulation(
     return None
 
 
-def _multiple(call: relax.Expr | None) -> tuple[relax.Expr, relax.Expr] | None:
-    """Return the tensor and the number whose product `call` is; None for other values."""
-    if not isinstance(call, relax.Call):
-        return None
-    if op_name(call) == "relax.negative":
-        return call.args[0], relax.const(-1.0, "float32")
-    if op_name(call) == "relax.multiply":
-        for one, number in (call.args, reversed(call.args)):
-            if shape_of(number) == () and shape_of(one) == shape_of(call):
-                return one, number
-    return None
-
-
-def _is_full(type_: relax.Type) -> bool:
-    return isinstance(type_, relax.TensorType) and str(type_.dtype) == "float32"
-
-
 def _are_alike(gradient: relax.Expr, base: relax.Expr) -> bool:
-    return _is_full(base.ty) and extents_of(gradient.ty) == extents_of(base.ty)
+    return is_float32(base.ty) and extents_of(gradient.ty) == extents_of(base.ty)
