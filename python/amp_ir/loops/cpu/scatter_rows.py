@@ -111,8 +111,12 @@ def _added(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
         tirx.While(current >= 0, tirx.SeqStmt([columns(zero, block, of_next), move(current)])),
         columns(zero, block, put),
     ]
-    begins = tirx.all(table.counts(id_), tirx.EQ(first.load(id_), item))
-    found = [tirx.Bind(id_, table.id_of(item)), tirx.IfThenElse(begins, sequence(summed), None)]
+    # An `all` of both conditions may read `first` at an id outside of the table.
+    begins = tirx.IfThenElse(tirx.EQ(first.load(id_), item), sequence(summed), None)
+    found = [
+        tirx.Bind(id_, table.id_of(item)),
+        tirx.IfThenElse(table.counts(id_), begins, None),
+    ]
     visited: tirx.Stmt = sequence(found)
     if count % _PARTS:
         visited = tirx.IfThenElse(item < count, visited, None)
