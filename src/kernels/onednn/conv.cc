@@ -270,10 +270,6 @@ StridedTensor Widened(const StridedTensor& t) {
   return WithIdleStridesOfImage(DenseLike(t, kFloat32));
 }
 
-Plan::Id AddWorkspace(int64_t nbytes, Plan& plan) {
-  return plan.AddTemporary({{nbytes}, dnnl::memory::data_type::u8, dnnl::memory::format_tag::a});
-}
-
 // Whether our kernels for depthwise windows are worth it beside oneDNN's plan, with AVX-512: where
 // oneDNN has none for such windows in the dtype of the operands, and computes them as groups of
 // padded channels, as matmuls, or after widening. Ours take 0.02 to 0.9 of the time of that. Its
@@ -309,7 +305,7 @@ std::shared_ptr<const Plan> DepthwisePlan(ConvKind kind, const StridedTensor& x,
   for (const StridedTensor* one : {&x, &w, &y}) {
     ids.push_back(plan->AddArgument(static_cast<int>(ids.size()), Describe(*one)));
   }
-  ids.push_back(AddWorkspace(depthwise.workspace_nbytes(), *plan));
+  ids.push_back(plan->AddWorkspace(depthwise.workspace_nbytes()));
   plan->AddCall(
       [depthwise](const std::vector<void*>& args) {
         depthwise.Run(args[0], args[1], args[2], static_cast<float*>(args[3]));
@@ -341,7 +337,7 @@ std::shared_ptr<const Plan> WeightGradientPlan(const StridedTensor& x, const Str
   }
   const WeightGradient gradient(wide[0], wide[1], wide[2], convolution, omp_get_max_threads());
   if (!gradient.fits_cache()) return nullptr;
-  ids.push_back(AddWorkspace(gradient.workspace_nbytes(), *plan));
+  ids.push_back(plan->AddWorkspace(gradient.workspace_nbytes()));
   for (int i : {0, 2}) {
     if (ids[i] == arguments[i]) continue;
     plan->AddConversion(arguments[i], given[i], ids[i], wide[i]);

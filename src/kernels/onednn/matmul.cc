@@ -9,6 +9,7 @@
 
 #include "onednn/ops.h"
 #include "onednn/plan.h"
+#include "onednn/transposed_matmul.h"
 #include "onednn/widen.h"
 #include "tensors/batched_matrices.h"
 #include "tensors/workspace.h"
@@ -266,8 +267,9 @@ class PlanBuilder {
 
   void Multiply() {
     const bool swaps = IsColumnMajor(out_.view) && !bias_ && !b_.layout;
+    if (swaps && TryMultiplyTransposed(Swap(b_), Swap(a_), Swap(out_))) return;
     if (swaps && TryMultiply(Swap(b_), Swap(a_), Swap(out_))) return;
-    if (TryMultiplyCopies()) return;
+    if (TryMultiplyTransposed(a_, b_, out_) || TryMultiplyCopies()) return;
     SpreadRows();
     if (TryMultiply(a_, b_, out_) || TryMultiplyAside()) return;
     // Some layout has no fast implementation; plain row-major operands always have one.
@@ -316,6 +318,15 @@ class PlanBuilder {
     if (!IsUsable(pd)) return false;
     if (IsGemm(pd)) plan_->CountPersistent(KeptByPanels(out.view));
     return AddMatmul(pd, a.id, b.id, out.id);
+  }
+
+  // By a kernel of ours.
+  bool TryMultiplyTransposed(const Operand& a, const Operand& b, const Operand& out) {
+    const bool is_plain = !b.layout && !bias_ && problem_.epilogue == Epilogue::kNone;
+    ScaledSum sum;
+    if (sums_) sum = {true, factor_, total_};
+    return is_plain && AddTransposedMatmul({{a.view, a.id}, {b.view, b.id}, {out.view, out.id}},
+                                           sum, plan_.get());
   }
 
   struct Copies {

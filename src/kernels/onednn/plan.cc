@@ -105,6 +105,10 @@ Plan::Id Plan::AddTemporary(const dnnl::memory::desc& desc) {
   return static_cast<Id>(buffers_.size()) - 1;
 }
 
+Plan::Id Plan::AddWorkspace(int64_t nbytes) {
+  return AddTemporary({{nbytes}, dnnl::memory::data_type::u8, dnnl::memory::format_tag::a});
+}
+
 void Plan::AddPrimitive(const dnnl::primitive& primitive, const dnnl::memory::desc& scratchpad,
                         std::vector<std::pair<int, Id>> args) {
   if (scratchpad.get_size() > 0) args.emplace_back(DNNL_ARG_SCRATCHPAD, AddTemporary(scratchpad));

@@ -51,6 +51,8 @@ class Plan {
   // The caller's tensor number `argument` in Run, seen as `desc`.
   Id AddArgument(int argument, const dnnl::memory::desc& desc);
   Id AddTemporary(const dnnl::memory::desc& desc);
+  // Bytes for a call of ours.
+  Id AddWorkspace(int64_t nbytes);
   // Bytes that a primitive takes from the system itself. The C library keeps them for the next
   // call.
   void CountPersistent(size_t nbytes) { persistent_nbytes_ += nbytes; }
