@@ -172,10 +172,10 @@ def test_memory_that_gemm_takes_from_the_system_is_planned(dtype):
     if dtype == torch.bfloat16 and "amx" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("only with AMX")
     asked = []
-    for columns in (8, 512):
+    for columns in (8, 200):
         a, b = matrix(512, 16384, dtype, False), matrix(16384, columns, dtype, False)
         out = torch.empty(512, columns)
         given = [memory(a), memory(b), None, *layout(a), *layout(b), *layout(out), "none"]
         query = native.function("amp_ir.onednn.kept_nbytes")
         asked.append(int(query("amp_ir.onednn.matmul", *given, memory(out))))
-    assert asked[0] >= 512 * 3000 and asked[1] - asked[0] >= 504 * 3000
+    assert asked[0] >= 512 * 3000 and asked[1] - asked[0] >= 192 * 3000

@@ -100,7 +100,7 @@ def test_only_other_positions_are_copied():
     ("case", "channels", "groups"),
     [
         # More positions than weights, few channels, groups.
-        (Case((16, 16), (1, 1), (1, 1), (0, 0), (1, 1)), (64, 96), 1),
+        (Case((16, 16), (1, 1), (1, 1), (0, 0), (1, 1)), (64, 30), 1),
         (Case((2, 2), (1, 1), (1, 1), (0, 0), (1, 1), samples=1), (800, 31), 1),
         (Case((4, 4), (3, 3), (1, 1), (1, 1), (1, 1), samples=1), (900, 127), 1),
         (Case((2, 2), (1, 1), (1, 1), (0, 0), (1, 1), samples=1), (160, 160), 2),

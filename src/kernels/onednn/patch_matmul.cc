@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "onednn/patches.h"
-#include "onednn/transposed_matmul.h"
+#include "onednn/tile_matmul.h"
 
 namespace amp_ir::onednn {
 namespace {
@@ -84,7 +84,7 @@ class PatchMatmul {
   }
 
   bool IsFaster() const {
-    if (kind_ == ConvKind::kBackwardWeight && is_matrix_ && IsFasterAsTransposed()) return true;
+    if (kind_ == ConvKind::kBackwardWeight && is_matrix_ && IsFasterAsTiles()) return true;
     const bool repeats = patches_.repeats();
     // With avx512_bf16 alone, gradients of 3 x 3 windows take 0.8 to 1.4 of the time.
     if (repeats && !HasIsa(dnnl::cpu_isa::avx512_core_amx)) return false;
@@ -129,11 +129,10 @@ class PatchMatmul {
   };
 
   // Whether the images as they are stored are what a kernel of ours multiplies.
-  bool IsFasterAsTransposed() const {
+  bool IsFasterAsTiles() const {
     const StridedTensor patches = Matrix(x_.dtype, rows_, columns_);
     const StridedTensor window = Matrix(w_.dtype, w_.dims[0], columns_);
-    return TransposedMatmul::IsFaster(Transposed(Matrix(y_.dtype, rows_, w_.dims[0])), patches,
-                                      window);
+    return TileMatmul::IsFaster(Transposed(Matrix(y_.dtype, rows_, w_.dims[0])), patches, window);
   }
 
   // From how many weights for each row of the patches on the matmul is the faster one.
@@ -159,7 +158,8 @@ class PatchMatmul {
   }
 
   static bool Multiply(const Operand& a, const Operand& b, const Operand& out, Plan& plan) {
-    if (AddTransposedMatmul({{a.view, a.id}, {b.view, b.id}, {out.view, out.id}}, {}, &plan)) {
+    if (TileMatmul::IsFaster(a.view, b.view, out.view) &&
+        AddTileMatmul({{a.view, a.id}, {b.view, b.id}, {out.view, out.id}}, {}, &plan)) {
       return true;
     }
     dnnl::primitive_attr attr;

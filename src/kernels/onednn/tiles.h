@@ -28,7 +28,7 @@ constexpr int64_t kStepElements = 2 * kTileElements;
 #if AMP_IR_HAS_TILES
 
 #define AMP_IR_TILES \
-  __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,fma")))
+  __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
 #define AMP_IR_TILES_INLINE AMP_IR_TILES __attribute__((always_inline))
 
 // What a sum is multiplied by, and what is added to it.
@@ -82,6 +82,20 @@ AMP_IR_TILES_INLINE inline void PairRows(const uint16_t* from, int64_t stride, i
     }
     _mm512_store_si512(to, _mm512_permutex2var_epi16(first, low, second));
     _mm512_store_si512(to + kTileElements, _mm512_permutex2var_epi16(first, high, second));
+  }
+}
+
+// Writes two tiles of 16 rows by 32 terms: of `rows` rows, at most 32, and `terms`, at most 32,
+// what is beyond them 0. `kAhead`: how many rows further it asks the memory for.
+template <int64_t kAhead>
+AMP_IR_TILES_INLINE inline void CopyRows(const uint16_t* from, int64_t stride, int64_t rows,
+                                         int64_t terms, uint16_t* to) {
+  const __mmask32 mask = terms >= 32 ? 0xffffffffU : (1U << terms) - 1;
+  for (int64_t row = 0; row < 2 * kTileRows; ++row, from += stride, to += kTileTerms) {
+    if (kAhead > 0) Prefetch(from + kAhead * stride);
+    const bool is_there = row < rows;
+    _mm512_store_si512(to,
+                       is_there ? _mm512_maskz_loadu_epi16(mask, from) : _mm512_setzero_si512());
   }
 }
 
@@ -147,6 +161,15 @@ AMP_IR_TILES_INLINE inline void MultiplyTiles(const uint16_t* left, const uint16
   _tile_stored(1, sums + kTileFloats, kRowBytes);
   _tile_stored(2, sums + 2 * kTileFloats, kRowBytes);
   _tile_stored(3, sums + 3 * kTileFloats, kRowBytes);
+}
+
+// Writes `columns` of a panel's row, at most 32, rounded to bfloat16.
+AMP_IR_TILES_INLINE inline void WriteRow(const float* panel, int64_t row, uint16_t* out,
+                                         int64_t columns) {
+  const float* sums = panel + row / kTileRows * 2 * kTileFloats + row % kTileRows * 16;
+  const __mmask32 mask = columns >= 32 ? 0xffffffffU : (1U << columns) - 1;
+  const __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + kTileFloats);
+  _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 // Writes `columns` of a panel's row, at most 32; where nothing is added, `out` is not read.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the rows of two bfloat16 matrices, the gradient of a weight, against PyTorch's float64.
+"""Large matmuls in bfloat16, gradients of weights before all, against PyTorch in float64.
 
-With AMX they are a kernel of ours from 2^20 products on; on other CPUs the same tests hold.
+With AMX many are a kernel of ours; on other CPUs the same tests hold.
 """
 
 from __future__ import annotations
@@ -23,32 +23,47 @@ LOW = torch.bfloat16
 # Products of bfloat16 numbers are exact in float32. A sum of k of them, in blocks of 256, is off by
 # some 2^-24 sqrt(k), of which the largest element is some sqrt(k).
 TOLERANCE = 3e-6
+# One rounding to bfloat16.
+ROUNDED = 2**-8
 
 
 def implementations() -> list[str]:
     return [str(one) for one in native.function("amp_ir.onednn.implementations")()]
 
 
-def operands(rows: int, columns: int, terms: int, gap: int = 0):
-    a = random(terms, rows + gap, dtype=LOW)[:, :rows].mT
-    b = random(terms, columns + gap, dtype=LOW)[:, gap:]
+def operands(rows: int, columns: int, terms: int, gap: int = 0, layout: str = "columns rows"):
+    """Return a and b, each stored as rows or as columns that are `gap` elements apart, and out."""
+    a_layout, b_layout = layout.split()
+    is_by_rows = a_layout == "rows"
+    a = random(*((rows, terms + gap) if is_by_rows else (terms, rows + gap)), dtype=LOW)
+    a = a[:, :terms] if is_by_rows else a[:, :rows].mT
+    is_by_rows = b_layout == "rows"
+    b = random(*((terms, columns + gap) if is_by_rows else (columns, terms + gap)), dtype=LOW)
+    b = b[:, gap:] if is_by_rows else b[:, gap:].mT
     return a, b, torch.full((rows, columns + gap), float("nan"))[:, :columns]
 
 
-@settings(max_examples=30, deadline=None)
+LAYOUTS = ["columns rows", "rows rows", "rows columns", "columns columns"]
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(16, 420),
     columns=st.integers(16, 800),
-    terms=st.integers(32, 700),
+    terms=st.integers(32, 700) | st.integers(2048, 2400),
     gap=st.sampled_from([0, 1, 5]),
+    layout=st.sampled_from(LAYOUTS),
 )
-@example(rows=385, columns=769, terms=513, gap=1)  # one more than a block in each direction
-@example(rows=384, columns=768, terms=512, gap=0)
-@example(rows=16, columns=2048, terms=32, gap=0)
-@example(rows=33, columns=47, terms=5000, gap=3)  # several tasks sum parts of the terms
-@example(rows=100, columns=70, terms=16411, gap=0)
-def test_products_and_sums_are_those_of_pytorch(rows, columns, terms, gap):
-    a, b, out = operands(rows, columns, terms, gap)
+@example(rows=385, columns=769, terms=513, gap=1, layout=LAYOUTS[0])  # one more than a block
+@example(rows=384, columns=768, terms=512, gap=0, layout=LAYOUTS[0])
+@example(rows=16, columns=2048, terms=32, gap=0, layout=LAYOUTS[0])
+@example(rows=33, columns=300, terms=5000, gap=3, layout=LAYOUTS[0])  # several tasks sum a block
+@example(rows=100, columns=270, terms=16411, gap=0, layout=LAYOUTS[1])
+@example(rows=512, columns=768, terms=64, gap=0, layout=LAYOUTS[1])  # oneDNN has it without AMX
+@example(rows=64, columns=3072, terms=250, gap=3, layout=LAYOUTS[1])
+@example(rows=128, columns=2048, terms=64, gap=0, layout=LAYOUTS[2])
+def test_products_and_sums_are_those_of_pytorch(rows, columns, terms, gap, layout):
+    a, b, out = operands(rows, columns, terms, gap, layout)
     around = out._base.clone()
     matmul("onednn", a, b, out)
     product = a.double() @ b.double()
@@ -60,6 +75,10 @@ def test_products_and_sums_are_those_of_pytorch(rows, columns, terms, gap):
     assert relative_error(out, before.double() + product) <= TOLERANCE
     if gap:  # nothing beside the result is written
         assert torch.equal(out._base[:, columns:].isnan(), around[:, columns:].isnan())
+    low = torch.full_like(around, 7.0, dtype=LOW)
+    matmul("onednn", a, b, low[:, :columns])
+    assert relative_error(low[:, :columns], product) <= ROUNDED
+    assert (low[:, columns:] == 7).all()
 
 
 @needs_amx
@@ -76,7 +95,7 @@ def test_results_do_not_depend_on_the_number_of_threads(sizes):
             results.append(out)
     finally:
         torch.set_num_threads(threads)
-    assert "matmul transposed tiles" in implementations()
+    assert "matmul tiles" in implementations()
     assert all(torch.equal(results[0], one) for one in results[1:])
 
 
@@ -86,8 +105,16 @@ def test_a_column_major_result_is_the_same_product():
     native.function("amp_ir.onednn.clear_cache")()
     out = torch.zeros(96, 64).t()
     matmul("onednn", a, b, out)
-    assert implementations() == ["matmul transposed tiles"]
+    assert implementations() == ["matmul tiles"]
     assert relative_error(out, a.double() @ b.double()) <= TOLERANCE
+
+
+@needs_amx
+def test_what_onednn_would_multiply_without_amx_is_ours():
+    a, b, out = operands(1024, 768, 64, layout="rows rows")
+    native.function("amp_ir.onednn.clear_cache")()
+    matmul("onednn", a, b, out)
+    assert implementations() == ["matmul tiles"]
 
 
 def test_infinity_and_nan_stay_where_they_are():
@@ -106,4 +133,4 @@ def test_small_products_are_onednns():
     a, b, out = operands(64, 64, 64)
     native.function("amp_ir.onednn.clear_cache")()
     matmul("onednn", a, b, out)
-    assert "matmul transposed tiles" not in implementations()
+    assert "matmul tiles" not in implementations()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "onednn/transposed_matmul.h"
+#include "onednn/tile_matmul.h"
 
 #include <omp.h>
 
@@ -21,10 +21,14 @@ constexpr int64_t kMostRows = 384, kMostColumns = 768, kLeastExtent = 2 * kPanel
 // sums take at most an eighth of the operands' bytes.
 constexpr int64_t kMostParts = 16, kTermsOfPart = 1024, kShareOfOperands = 8;
 
-// Of 457 shapes with 8 to 30522 rows and columns, and terms from 32 to 50176, beside oneDNN 3.2
-// with 2 threads: half take 0.64 to 0.89 of the time, 0.60 to 0.83 where they are added to what is
-// at `out`; 8 and 4 in 100 take more than 1.05. Smaller ones take up to twice as long.
+// Smaller products take up to twice oneDNN's time.
 constexpr int64_t kLeastTerms = 32, kLeastColumns = 16, kLeastProducts = 1 << 20;
+
+// Beside oneDNN 3.2 on two cores with AMX, shapes with 64 to 30522 rows and columns and 32 to 50176
+// terms. With a transposed: half of 457 take 0.64 to 0.89 of the time, 0.60 to 0.83 where they are
+// added to what is at `out`; 8 and 4 in 100 take more than 1.05. With both stored row after row it
+// is half of the time to as much from these on, and up to twice as much below.
+constexpr int64_t kManyTerms = 2048, kManyColumns = 256;
 
 int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -45,15 +49,22 @@ int64_t Parts(int64_t rows, int64_t columns, int64_t terms) {
   return parts;
 }
 
+bool HasUnitStride(const StridedTensor& matrix) {
+  return matrix.strides[0] == 1 || matrix.strides[1] == 1;
+}
+
 }  // namespace
 
-TransposedMatmul::TransposedMatmul(const StridedTensor& a, const StridedTensor& b,
-                                   const StridedTensor& out, int threads)
+TileMatmul::TileMatmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor& out,
+                       int threads)
     : rows_(out.dims[0]),
       columns_(out.dims[1]),
       terms_(b.dims[0]),
-      a_stride_(a.strides[1]),
-      b_stride_(b.strides[0]),
+      a_has_rows_(a.strides[1] == 1),
+      b_has_rows_(b.strides[1] == 1),
+      is_low_(IsBfloat16(out.dtype)),
+      a_stride_(a.strides[a_has_rows_ ? 0 : 1]),
+      b_stride_(b.strides[b_has_rows_ ? 0 : 1]),
       out_stride_(out.strides[0]),
       threads_(threads) {
   const int64_t parts = Parts(rows_, columns_, terms_);
@@ -70,8 +81,8 @@ TransposedMatmul::TransposedMatmul(const StridedTensor& a, const StridedTensor& 
   block_columns_ = DivideUp(DivideUp(columns_, across), kPanel) * kPanel;
 }
 
-int64_t TransposedMatmul::row_blocks() const { return DivideUp(rows_, block_rows_); }
-int64_t TransposedMatmul::column_blocks() const { return DivideUp(columns_, block_columns_); }
+int64_t TileMatmul::row_blocks() const { return DivideUp(rows_, block_rows_); }
+int64_t TileMatmul::column_blocks() const { return DivideUp(columns_, block_columns_); }
 
 #if AMP_IR_HAS_TILES
 
@@ -80,7 +91,7 @@ namespace {
 // A panel of the result whose sums are known: some rows and columns from `out` on.
 struct Finished {
   const float* sums = nullptr;
-  float* out = nullptr;
+  char* out = nullptr;
   int64_t rows = 0, columns = 0;
 };
 
@@ -98,12 +109,12 @@ class BlockSum {
   static int64_t Panels(int64_t extent) { return DivideUp(extent, kPanel); }
 
   // `sums`: where the panels of the block are summed.
-  AMP_IR_TILES BlockSum(const TransposedMatmul& m, const uint16_t* a, const uint16_t* b, float* out,
+  AMP_IR_TILES BlockSum(const TileMatmul& m, const uint16_t* a, const uint16_t* b, void* out,
                         Scale scale, int64_t row, int64_t column, float* sums, char* buffers)
       : m_(m),
-        a_(a + row),
-        b_(b + column),
-        out_(out + row * m.out_stride_ + column),
+        a_(a + row * (m.a_has_rows_ ? m.a_stride_ : 1)),
+        b_(b + column * (m.b_has_rows_ ? 1 : m.b_stride_)),
+        out_(static_cast<char*>(out) + (row * m.out_stride_ + column) * m.out_nbytes()),
         scale_(scale),
         rows_(std::min(m.block_rows_, m.rows_ - row)),
         columns_(std::min(m.block_columns_, m.columns_ - column)),
@@ -138,15 +149,11 @@ class BlockSum {
     const bool is_last = term + terms == last && m_.parts_ == 1;
     const int64_t steps = DivideUp(terms, kTileTerms), across = Panels(columns_);
     for (int64_t step = 0; step < steps; ++step) {
-      const uint16_t* rows = b_ + (term + step * kTileTerms) * m_.b_stride_;
-      for (int64_t panel = 0; panel < across; ++panel) {
-        PairRows<0>(rows + panel * kPanel, m_.b_stride_, terms - step * kTileTerms,
-                    columns_ - panel * kPanel, right_ + (panel * steps + step) * kStepElements);
-      }
+      for (int64_t panel = 0; panel < across; ++panel) MakeRight(term, terms, panel, step, steps);
     }
     for (int64_t step = 0; step < steps; ++step) MakeLeft(term, terms, 0, step);
     Following following{b_ + (term + terms) * m_.b_stride_, 0,
-                        std::min(m_.block_terms_, last - term - terms)};
+                        m_.b_has_rows_ ? std::min(m_.block_terms_, last - term - terms) : 0};
     // A panel's tiles of a are made in equal intervals, while the panel before is multiplied.
     for (int64_t down = 0; down < Panels(rows_); ++down) {
       int64_t calls = 0, made = 0;
@@ -184,36 +191,61 @@ class BlockSum {
     }
   };
 
+  AMP_IR_TILES_INLINE void MakeRight(int64_t term, int64_t terms, int64_t panel, int64_t step,
+                                     int64_t steps) {
+    const int64_t first = term + step * kTileTerms, count = terms - step * kTileTerms;
+    const int64_t column = panel * kPanel;
+    uint16_t* tiles = right_ + (panel * steps + step) * kStepElements;
+    if (m_.b_has_rows_) {
+      PairRows<0>(b_ + first * m_.b_stride_ + column, m_.b_stride_, count, columns_ - column,
+                  tiles);
+      return;
+    }
+    CopyRows<0>(b_ + column * m_.b_stride_ + first, m_.b_stride_, columns_ - column, count, pairs_);
+    TransposePairs(pairs_, tiles);
+    TransposePairs(pairs_ + kTileElements, tiles + kTileElements);
+  }
+
   AMP_IR_TILES_INLINE void MakeLeft(int64_t term, int64_t terms, int64_t down, int64_t step) {
-    const uint16_t* rows = a_ + (term + step * kTileTerms) * m_.a_stride_ + down * kPanel;
+    const int64_t first = term + step * kTileTerms, count = terms - step * kTileTerms;
+    const int64_t row = down * kPanel;
     uint16_t* tiles = left_ + down % 2 * panel_elements() + step * kStepElements;
-    PairRows<2 * kPanel>(rows, m_.a_stride_, terms - step * kTileTerms, rows_ - down * kPanel,
-                         pairs_);
+    if (m_.a_has_rows_) {
+      CopyRows<kPanel>(a_ + row * m_.a_stride_ + first, m_.a_stride_, rows_ - row, count, tiles);
+      return;
+    }
+    PairRows<2 * kPanel>(a_ + first * m_.a_stride_ + row, m_.a_stride_, count, rows_ - row, pairs_);
     TransposePairs(pairs_, tiles);
     TransposePairs(pairs_ + kTileElements, tiles + kTileElements);
   }
 
   AMP_IR_TILES_INLINE Finished At(int64_t down, int64_t panel, const float* sums) const {
-    return {sums, out_ + down * kPanel * m_.out_stride_ + panel * kPanel,
+    return {sums, out_ + (down * kPanel * m_.out_stride_ + panel * kPanel) * m_.out_nbytes(),
             std::min(kPanel, rows_ - down * kPanel), std::min(kPanel, columns_ - panel * kPanel)};
   }
 
   AMP_IR_TILES_INLINE void Finish(const Finished& one, int64_t row) const {
     if (row >= one.rows) return;
-    WriteRow(one.sums, row, scale_, one.out + row * m_.out_stride_, one.columns);
+    char* out = one.out + row * m_.out_stride_ * m_.out_nbytes();
+    if (m_.is_low_) {
+      WriteRow(one.sums, row, reinterpret_cast<uint16_t*>(out), one.columns);
+    } else {
+      WriteRow(one.sums, row, scale_, reinterpret_cast<float*>(out), one.columns);
+    }
   }
 
   AMP_IR_TILES_INLINE void Expect(const Finished& one, int64_t row) const {
     if (row >= one.rows) return;
-    PrefetchToWrite(one.out + row * m_.out_stride_);
-    PrefetchToWrite(one.out + row * m_.out_stride_ + one.columns - 1);
+    const char* out = one.out + row * m_.out_stride_ * m_.out_nbytes();
+    PrefetchToWrite(out);
+    PrefetchToWrite(out + (one.columns - 1) * m_.out_nbytes());
   }
 
   int64_t panel_elements() const { return kPanel * m_.block_terms_; }
 
-  const TransposedMatmul& m_;
+  const TileMatmul& m_;
   const uint16_t *a_, *b_;
-  float* out_;
+  char* out_;
   Scale scale_;
   int64_t rows_, columns_;
   float* sums_;
@@ -222,33 +254,38 @@ class BlockSum {
   Finished finished_;
 };
 
-bool TransposedMatmul::IsFaster(const StridedTensor& a, const StridedTensor& b,
-                                const StridedTensor& out) {
-  const bool fits = out.rank == 2 && IsBfloat16(a.dtype) && IsBfloat16(b.dtype) &&
-                    IsFloat(out.dtype, 32) && a.strides[0] == 1 && b.strides[1] == 1 &&
-                    out.strides[1] == 1;
+bool TileMatmul::IsFor(const StridedTensor& a, const StridedTensor& b, const StridedTensor& out) {
+  const bool is_low = IsBfloat16(a.dtype) && IsBfloat16(b.dtype) &&
+                      (IsFloat(out.dtype, 32) || IsBfloat16(out.dtype));
   const bool is_large = b.dims[0] >= kLeastTerms && out.numel() * b.dims[0] >= kLeastProducts &&
                         std::min(out.dims[0], out.dims[1]) >= kLeastColumns;
   // oneDNN says so only after the system has let this process use tiles.
-  return fits && is_large && HasIsa(dnnl::cpu_isa::avx512_core_amx);
+  return out.rank == 2 && is_low && is_large && out.strides[1] == 1 && HasUnitStride(a) &&
+         HasUnitStride(b) && HasIsa(dnnl::cpu_isa::avx512_core_amx);
 }
 
-int64_t TransposedMatmul::sums_nbytes() const {
+bool TileMatmul::IsFaster(const StridedTensor& a, const StridedTensor& b,
+                          const StridedTensor& out) {
+  if (!IsFor(a, b, out) || b.strides[1] != 1) return false;
+  return a.strides[0] == 1 || (b.dims[0] >= kManyTerms && out.dims[1] >= kManyColumns);
+}
+
+int64_t TileMatmul::sums_nbytes() const {
   return BlockSum::Panels(block_rows_) * BlockSum::Panels(block_columns_) * kPanelFloats *
          static_cast<int64_t>(sizeof(float));
 }
 
-int64_t TransposedMatmul::thread_nbytes() const {
+int64_t TileMatmul::thread_nbytes() const {
   const bool keeps_sums = parts_ == 1 && terms_ > block_terms_;
   return BlockSum::NumBytes(block_columns_, block_terms_) + (keeps_sums ? sums_nbytes() : 0);
 }
 
-int64_t TransposedMatmul::workspace_nbytes() const {
+int64_t TileMatmul::workspace_nbytes() const {
   return threads_ * thread_nbytes() + (parts_ == 1 ? 0 : parts_ * sums_nbytes());
 }
 
-AMP_IR_TILES void TransposedMatmul::Run(const uint16_t* a, const uint16_t* b, float* out,
-                                        float alpha, float beta, char* workspace) const {
+AMP_IR_TILES void TileMatmul::Run(const uint16_t* a, const uint16_t* b, void* out, float alpha,
+                                  float beta, char* workspace) const {
   const int64_t down = row_blocks(), tasks = down * column_blocks() * parts_;
   char* shared = workspace + threads_ * thread_nbytes();
   const Scale scale{alpha, beta};
@@ -276,10 +313,11 @@ AMP_IR_TILES void TransposedMatmul::Run(const uint16_t* a, const uint16_t* b, fl
   }
 }
 
-bool AddTransposedMatmul(const TransposedOperands& operands, const ScaledSum& sum, Plan* plan) {
+bool AddTileMatmul(const TileOperands& operands, const ScaledSum& sum, Plan* plan) {
   const auto& [a, b, out] = operands;
-  if (!TransposedMatmul::IsFaster(a.view, b.view, out.view)) return false;
-  const TransposedMatmul matmul(a.view, b.view, out.view, omp_get_max_threads());
+  const bool is_for = TileMatmul::IsFor(a.view, b.view, out.view);
+  if (!is_for || (sum.is_on && !IsFloat(out.view.dtype, 32))) return false;
+  const TileMatmul matmul(a.view, b.view, out.view, omp_get_max_threads());
   std::vector<Plan::Id> args{a.id, b.id, out.id, plan->AddWorkspace(matmul.workspace_nbytes())};
   const bool has_factor = sum.factor >= 0, has_total = sum.total >= 0;
   if (has_factor) args.push_back(sum.factor);
@@ -289,22 +327,24 @@ bool AddTransposedMatmul(const TransposedOperands& operands, const ScaledSum& su
         const float factor = has_factor ? *static_cast<const float*>(given[4]) : 1.F;
         const float total = has_total ? *static_cast<const float*>(given.back()) : 1.F;
         matmul.Run(static_cast<const uint16_t*>(given[0]), static_cast<const uint16_t*>(given[1]),
-                   static_cast<float*>(given[2]), total * factor, sums ? total : 0.F,
-                   static_cast<char*>(given[3]));
+                   given[2], total * factor, sums ? total : 0.F, static_cast<char*>(given[3]));
       },
       args);
-  plan->AddNote("matmul transposed tiles");
+  plan->AddNote("matmul tiles");
   return true;
 }
 
 #else
 
-bool AddTransposedMatmul(const TransposedOperands&, const ScaledSum&, Plan*) { return false; }
-bool TransposedMatmul::IsFaster(const StridedTensor&, const StridedTensor&, const StridedTensor&) {
+bool AddTileMatmul(const TileOperands&, const ScaledSum&, Plan*) { return false; }
+bool TileMatmul::IsFor(const StridedTensor&, const StridedTensor&, const StridedTensor&) {
   return false;
 }
-int64_t TransposedMatmul::workspace_nbytes() const { return 0; }
-void TransposedMatmul::Run(const uint16_t*, const uint16_t*, float*, float, float, char*) const {}
+bool TileMatmul::IsFaster(const StridedTensor&, const StridedTensor&, const StridedTensor&) {
+  return false;
+}
+int64_t TileMatmul::workspace_nbytes() const { return 0; }
+void TileMatmul::Run(const uint16_t*, const uint16_t*, void*, float, float, char*) const {}
 
 #endif
 
