@@ -28,12 +28,18 @@ ROWS, WIDTH = 30, 64
 Body = Callable[[relax.BlockBuilder, relax.Var, relax.Var, relax.Var], relax.Expr]
 
 
-def program(body: Body, *, padding_idx: int | None = None, dtype: str = "float32") -> Any:
+def program(
+    body: Body,
+    *,
+    padding_idx: int | None = None,
+    dtype: str = "float32",
+    shape: tuple[int, int] = (2, 6),
+) -> Any:
     """`body(builder, table, gradient, ids)`, where the gradient is of a table [ROWS, WIDTH]."""
     builder = relax.BlockBuilder()
     table = relax.Var("table", relax.TensorType([ROWS, WIDTH], dtype))
-    grad = relax.Var("grad", relax.TensorType([2, 6, WIDTH], "float32"))
-    ids = relax.Var("ids", relax.TensorType([2, 6], "int64"))
+    grad = relax.Var("grad", relax.TensorType([*shape, WIDTH], "float32"))
+    ids = relax.Var("ids", relax.TensorType([*shape], "int64"))
     options = {"num_embeddings": ROWS, "padding_idx": padding_idx, "out_dtype": dtype}
     with builder.function("main", [table, grad, ids]):
         with builder.dataflow():
@@ -93,6 +99,29 @@ def test_the_sum_may_take_a_multiple_of_the_gradient(body: Body) -> None:
     # One rounding more or less, by tanh and the order of sums.
     torch.testing.assert_close(run_kernels(mod, given)[0], expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(run_cuda_kernels(mod, given)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+@in_emulator
+@pytest.mark.parametrize("items", [12, 0])
+@pytest.mark.parametrize("number", [float("inf"), -float("inf"), float("nan"), 2.0])
+def test_a_factor_that_is_not_finite_reaches_every_row(number: float, items: int) -> None:
+    """Zero times infinity is NaN, in the rows of a gradient that no id has."""
+
+    def body(builder: Any, table: Any, gradient: Any, _ids: Any) -> relax.Expr:
+        product = builder.emit(R.multiply(gradient, builder.emit(R.mean(table))))
+        return builder.emit(R.subtract(table, product))
+
+    mod = program(body, padding_idx=3, shape=(items // 6, 6))
+    assert len(find_accumulations(Dataflow(mod)).sums) == 1
+    table = torch.full((ROWS, WIDTH), -1.0)
+    table[8, 5] = number
+    ids = torch.tensor([[3, 3, 0, 29, 3, 7], [7, 0, 0, 1, 2, 3]])[: items // 6]
+    given = [table, torch.randn(items // 6, 6, WIDTH), ids]
+    (expected,) = interpret(mod, given)
+    assert bool(expected[20].isnan().all()) == (number != 2.0)
+    for run in (run_kernels, run_cuda_kernels):
+        (found,) = run(mod, given)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_rows_are_summed_before_they_are_added() -> None:

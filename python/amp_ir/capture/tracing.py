@@ -167,9 +167,7 @@ class StepTracer:
                     value = call(self._step, arguments)
                 for scaler in scalers:
                     scaler.finish()
-                calls.data.finish(
-                    {one.name: one.fake for one in (*state.parameters, *state.buffers)}
-                )
+                calls.data.finish({one.name: one.fake for one in state.tensors})
                 with self._locator.optimizing():
                     self._replaced = transaction.finish()
         except TracingStopped:

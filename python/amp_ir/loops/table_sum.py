@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -18,7 +19,8 @@ class TableSum:
     """A table: `base`, or zeros, to whose row `ids[k]` row k of `grad` is added for all k.
 
     The rows of an id are summed first, times all `factors`: added one by one to a weight, each
-    could be too small to change it.
+    could be too small to change it. Rows without an id get zero times the factors: nothing, unless
+    one of these is infinite or NaN.
     """
 
     grad: FlatBuffer
@@ -44,3 +46,15 @@ class TableSum:
         for factor in self.factors:
             total = total * m.cast(factor.load(0), dtype_of(total))
         return total
+
+    @property
+    def reaches_all(self) -> Any | None:
+        """Return whether rows without an id become NaN; None where they cannot."""
+        found = None
+        for factor in self.factors:
+            number = factor.load(0)
+            largest = m.constant(math.inf, dtype_of(number))
+            infinite = tirx.any(tirx.EQ(number, largest), tirx.EQ(number, -largest))
+            this = tirx.any(m.isnan(number), infinite)
+            found = this if found is None else tirx.any(found, this)
+        return found

@@ -97,11 +97,13 @@ def _plan_within(
     outside = plan.peak_bytes - plan.arena_bytes
     target = budget - outside
     least = plan
-    live.find_destinations()
+    _forget_plan(live)
     order_calls(live, together=True)
     again = Rematerialization(live)
     rounds_in_vain = 0
     while rounds_in_vain < _MOST_ROUNDS_IN_VAIN:
+        # What a plan put outside of the arena may have to be in it in a later order.
+        _forget_plan(live)
         is_reached = again.reach(target)
         planner = new_planner()
         plan = planner.run()
@@ -114,6 +116,13 @@ def _plan_within(
         elif plan.lower_bound_bytes + outside > budget or not again.lower():
             break
     raise BudgetError(_budget_message(least, budget), least.peak_bytes)
+
+
+def _forget_plan(live: Liveness) -> None:
+    """Find the destinations of the present order, whatever an earlier plan decided."""
+    for buffer in (one for call in live.program.calls for one in call.results):
+        buffer.parameter = buffer.over = None
+    live.find_destinations()
 
 
 def _budget_message(least: MemoryPlan, budget: int) -> str:
@@ -153,10 +162,7 @@ class _Planner:
         self.old_values: list[Buffer] = []
 
     def run(self) -> MemoryPlan:
-        for buffer in (one for call in self.calls for one in call.results):
-            # What an earlier plan decided.
-            buffer.parameter = buffer.over = None
-        self.live.find_destinations()
+        _forget_plan(self.live)
         self._choose_destinations()
         self._reuse_inputs()
         return self._place()

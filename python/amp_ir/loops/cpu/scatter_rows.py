@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tvm import tirx
@@ -27,22 +28,46 @@ def scatter_rows(table: TableSum) -> tirx.Stmt:
 
     `first` has the first item of each id that occurs, `after` the next item of the same id, or -1.
     """
-    if not table.ids.spec.size or not table.out.spec.size:
+    reaches_all = table.reaches_all
+    if not table.out.spec.size or (not table.ids.spec.size and reaches_all is None):
         return _started(table)
     first, after = (
-        FlatBuffer.declare(TensorSpec((size,), "int32"), name)
+        FlatBuffer.declare(TensorSpec((max(1, size),), "int32"), name)
         for name, size in (("first", table.out.spec.shape[0]), ("after", table.ids.spec.size))
     )
-    return tirx.SeqStmt(
-        [
-            tirx.AllocBuffer(first.buffer),
+    statements = [tirx.AllocBuffer(first.buffer), _started(table)]
+    if reaches_all is not None:
+        statements.append(tirx.IfThenElse(reaches_all, _all_without(table, first), None))
+    if table.ids.spec.size:
+        statements += [
             tirx.AllocBuffer(after.buffer),
-            _started(table),
-            _each_item(table, lambda _item, id_: first.store(id_, tirx.const(-1, "int32"))),
+            _each_item(table, lambda _item, id_: first.store(id_, _none())),
             _linked(table, first, after),
             _added(table, first, after),
         ]
-    )
+    if reaches_all is not None:
+        statements.append(tirx.IfThenElse(reaches_all, _of_none(table, first), None))
+    return sequence(statements)
+
+
+def _none() -> Any:
+    return tirx.const(-1, "int32")
+
+
+def _all_without(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
+    """Emit that no id occurs; later each that does says so."""
+    row = tirx.Var("row", "int32")
+    return For(row, 0, table.out.spec.shape[0], ForKind.SERIAL, first.store(row, _none()))
+
+
+def _of_none(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
+    """Emit NaN in the rows whose id does not occur."""
+    (rows, width), out = table.out.spec.shape, table.out
+    row, column = tirx.Var(ROW, "int32"), tirx.Var("column", "int32")
+    nan = m.constant(math.nan, compute_dtype(out.spec.dtype))
+    put = For(column, 0, width, ForKind.SERIAL, out.store(row * width + column, nan))
+    body = tirx.IfThenElse(first.load(row) < 0, put, None)
+    return For(row, 0, rows, ForKind.PARALLEL, body)
 
 
 def _started(table: TableSum) -> tirx.Stmt:

@@ -14,6 +14,7 @@ No two blocks write the same row, and no atomic operation decides an order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,8 @@ def scatter_launches(table: TableSum) -> list[tirx.Stmt]:
         total = FlatBuffer.declare(TensorSpec(out.spec.shape, dtype), "total")
         statements.append(tirx.AllocBuffer(total.buffer))
     statements.append(_copy(base, total) if base is not None else _clear(total))
+    if table.reaches_all is not None:
+        statements.append(_of_none(table, total))
     if table.ids.spec.size and total.spec.size:
         scatter = _Scatter(table, total)
         statements += [*scatter.allocations(), *scatter.launches()]
@@ -95,11 +98,40 @@ def _copy(source: FlatBuffer, target: FlatBuffer) -> tirx.Stmt:
     return _for_each(target, move, is_elsewhere)
 
 
+def _of_none(table: TableSum, total: FlatBuffer) -> tirx.Stmt:
+    """Put NaN in the rows whose id does not occur, where a factor makes that of their zeros.
+
+    Training is over then: each element looks for its id among all items.
+    """
+
+    def add(at: Any, _width: int) -> list[tirx.Stmt]:
+        row = tirx.Var("row", "int32")
+        found = ThreadAccumulator.declare("sum", "int32", 1)
+
+        def look(item: Any) -> list[tirx.Stmt]:
+            id_ = table.id_of(item)
+            occurs = tirx.all(table.counts(id_), tirx.EQ(id_, row))
+            return [found.add(_one_where(occurs))]
+
+        taken = total.store(at, m.constant(math.nan, total.spec.dtype))
+        return [
+            tirx.Bind(row, tirx.floordiv(at, total.spec.shape[1])),
+            *found.start(),
+            *(loop(table.ids.spec.size, "item", look) if table.ids.spec.size else []),
+            *guarded(tirx.EQ(found.result(), 0), [taken]),
+        ]
+
+    return _for_each(total, add, table.reaches_all, 1)
+
+
 def _for_each(
-    table: FlatBuffer, body: Callable[[Any, int], list[tirx.Stmt]], condition: Any = None
+    table: FlatBuffer,
+    body: Callable[[Any, int], list[tirx.Stmt]],
+    condition: Any = None,
+    width: int | None = None,
 ) -> tirx.Stmt:
     """Emit `body(at, width)` for each vector of elements, in blocks that all run at once."""
-    width = _width_of(table.spec.size)
+    width = _width_of(table.spec.size) if width is None else width
     count = table.spec.size // width
     blocks = max(1, min(-(-count // THREADS), 2 * MANY_BLOCKS))
     stride = blocks * THREADS

@@ -43,7 +43,8 @@ def find_accumulations(flow: Dataflow) -> Accumulations:
     After:   p1 = p, to whose rows at `ids` the sums of those of `grad`, times -lr, are added
 
     The rest of the table is neither read nor written where `p` has no later reader, and no gradient
-    is held. Nothing else may read the gradient. Each row is PyTorch's to the bit: p + 0 is p.
+    is held. Nothing else may read the gradient. Each row is PyTorch's to the bit: p + 0 is p, and
+    where a factor is infinite or NaN the kernel puts NaN into the other rows.
     """
     found = Accumulations()
     if not flow.calls(_GRADIENT):
