@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -192,6 +193,22 @@ def test_pytorch_adds_a_product_to_a_matrix(
     if not in_place:
         with pytest.raises(ValueError, match="no bias and no epilogue"):
             function(*operands, None, *factors, *layout, "relu", tvm_ffi.from_dlpack(out))
+
+
+@pytest.mark.parametrize("alpha", [0.0, math.nan, 0.5])
+@pytest.mark.parametrize("beta", [None, 0.0, 0.5, math.nan])
+def test_a_factor_of_zero_keeps_what_is_not_finite(alpha: float, beta: float | None) -> None:
+    """A learning rate of 0 times a gradient of infinity is NaN; BLAS leaves the product out."""
+    d, x, c = torch.randn(40, 24), torch.randn(40, 32), torch.randn(24, 32)
+    d[0, 0], d[1, 1], c[5, 5], c[6, 6] = math.inf, math.nan, math.inf, math.nan
+    expected = (1.0 if beta is None else beta) * c + alpha * (d.T @ x)
+    shapes = ((24, 40), (1, 24), (40, 32), (32, 1), (24, 32), (32, 1))
+    layout = [tvm_ffi.Shape(one) for one in shapes]
+    factors = [None if n is None else tvm_ffi.from_dlpack(torch.tensor(n)) for n in (alpha, beta)]
+    function = native.function("amp_ir.torch.matmul_accumulate")
+    operands = [tvm_ffi.from_dlpack(one) for one in (d, x, c)]
+    function(*operands, None, *factors, *layout, "none", operands[2])
+    torch.testing.assert_close(c, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def with_sgd() -> Training:

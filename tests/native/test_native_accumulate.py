@@ -51,6 +51,15 @@ def test_factors_are_numbers_of_the_run(alpha, beta, with_bias):
     check(a, b, torch.zeros(33, 21), in_place=True, bias=bias, alpha=alpha, beta=beta)
 
 
+@pytest.mark.parametrize("beta", [1e-9, 0.5])
+def test_infinity_that_is_kept_stays_infinity(beta):
+    """A factor so small that the old values are multiplied by it before the sum."""
+    a, b, out = random(8, 16), random(16, 8), torch.zeros(8, 8)
+    out[3, 4] = float("inf")
+    accumulate(a, b, out, out, alpha=number(-0.5), beta=number(beta))
+    assert out[3, 4] == float("inf") and out.isfinite().sum() == 63
+
+
 def test_a_large_gradient_of_a_weight_is_added_from_copies_of_its_operands():
     """Extents from which both operands are copied where the CPU has AMX; without, it is plain."""
     a, b = random(64, 2048, dtype=torch.bfloat16).mT, random(64, 2048, dtype=torch.bfloat16)

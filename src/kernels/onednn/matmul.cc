@@ -524,7 +524,11 @@ void MatmulAccumulate(const StridedTensor& a, const StridedTensor& b, const Stri
     if (std::abs(ratio) <= kMostRatio) {
       factors.product = ratio;
     } else {
-      AddStrided(out, 0.F, factors.total, out);
+      static float zero = 0.F;  // not 0 times `out`: infinity there stays what it is
+      StridedTensor zeros = out;
+      zeros.data = &zero;
+      std::fill(zeros.strides.begin(), zeros.strides.end(), 0);
+      AddStrided(zeros, 0.F, factors.total, out);
       factors.total = 1.F;
     }
   }

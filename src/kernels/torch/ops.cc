@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 namespace amp_ir::torch {
@@ -136,6 +137,30 @@ void FinishRows(const StridedTensor& rows, const StridedTensor* bias, Epilogue e
   }
 }
 
+// Multiplies each number of a float32 matrix on a CPU.
+void Scale(float factor, const StridedTensor& to) {
+  float* target = static_cast<float*>(to.data);
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < to.dims[0]; ++i) {
+    for (int64_t k = 0; k < to.dims[1]; ++k) {
+      target[i * to.strides[0] + k * to.strides[1]] *= factor;
+    }
+  }
+}
+
+// Adds each number of a float32 matrix, times a factor, to that of another on a CPU.
+void AddTimes(float factor, const StridedTensor& from, const StridedTensor& to) {
+  const float* source = static_cast<const float*>(from.data);
+  float* target = static_cast<float*>(to.data);
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < to.dims[0]; ++i) {
+    for (int64_t k = 0; k < to.dims[1]; ++k) {
+      target[i * to.strides[0] + k * to.strides[1]] +=
+          factor * source[i * from.strides[0] + k * from.strides[1]];
+    }
+  }
+}
+
 // The options of PyTorch's convolutions, as arrays that live as long as this.
 struct Options {
   explicit Options(const Convolution& c)
@@ -210,11 +235,26 @@ void MatmulAccumulate(const Place& place, const StridedTensor& a, const StridedT
   if (out.numel() == 0) return;
   Tensor left(place, a), right(place, b), total(place, out);
   if (c.data != out.data) total.CopyFrom(Tensor(place, c));
+  const float product = alpha == nullptr ? 1.F : *alpha;
+  float kept = beta == nullptr ? 1.F : *beta;
+  // BLAS leaves out what a factor of 0 multiplies, such as the learning rate of a warm-up's first
+  // step, and MKL what NaN multiplies; 0 times NaN or infinity is NaN.
+  if (kept == 0.F || std::isnan(kept)) {
+    Scale(kept, out);
+    kept = 1.F;
+  }
+  if (product == 0.F || std::isnan(product)) {
+    StridedTensor rows;
+    CopyMemory memory(std::numeric_limits<size_t>::max());
+    Tensor full = Tensor::DenseFloat32(place, out, &rows, &memory);
+    Check(place.api, place.api.mm(full.get(), left.get(), right.get()), "mm");
+    if (kept != 1.F) Scale(kept, out);
+    AddTimes(product, rows, out);
+    return;
+  }
   // One handle for both: of two PyTorch copies the sum into itself.
   Check(place.api,
-        place.api.addmm(total.get(), total.get(), left.get(), right.get(),
-                        beta == nullptr ? 1 : *beta, alpha == nullptr ? 1 : *alpha),
-        "addmm");
+        place.api.addmm(total.get(), total.get(), left.get(), right.get(), kept, product), "addmm");
 }
 
 // The result is copied once: PyTorch's C interface has no convolution that writes to a given
