@@ -51,6 +51,7 @@ from amp_ir.rewrites.check_indices import CheckedStep, HostChecks, check_indices
 from amp_ir.rewrites.concat_matmuls import concat_matmuls
 from amp_ir.rewrites.fold_casts import fold_casts
 from amp_ir.rewrites.loops_to_unroll import unroll_unsupported
+from amp_ir.rewrites.order_in_memory import order_in_memory
 from amp_ir.rewrites.unroll_loops import unroll_loops
 from amp_ir.rewrites.unslice_loss import unslice_loss
 
@@ -134,14 +135,15 @@ def lower(
     with stage("checks", mod.ir, on_stage) as running:
         # From here on a step whose indices are not all known is a transaction.
         checked = checked_step(mod, target, host_checks)
-        running.program = checked.ir
-    with stage("decompose", checked.ir, on_stage) as running:
+        # From here on inputs and outputs have the extents of memory.
+        running.program = ordered = order_in_memory(checked.ir, checked.signature)
+    with stage("decompose", ordered, on_stage) as running:
         # From here on attention and recurrent layers are library calls or smaller ops.
         lower_body = functools.partial(
             lower, target=target, rounding=rounding, disable_fusion=disable_fusion
         )
         # A packed weight is a copy, for which a budget has no memory.
-        ir, bodies = lower_loops(checked.ir, lower_body, log, packs=memory_budget is None)
+        ir, bodies = lower_loops(ordered, lower_body, log, packs=memory_budget is None)
         ir = running.program = fold_casts(decompose(ir, target, log))
 
     def plan(ir: tvm.IRModule, *, in_chunks: bool) -> PlannedStep:

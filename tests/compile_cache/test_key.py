@@ -85,6 +85,14 @@ def test_another_program_has_another_key(training, usual):
     assert key(TinyTraining(**training)) != usual
 
 
+def test_another_layout_of_a_parameter_has_another_key(usual):
+    """The program is the same up to `lower`, which reads the order from the signature."""
+    training = TinyTraining()
+    weight = next(one for one in training.model.parameters() if one.dim() == 2)
+    weight.data = weight.data.t().contiguous().t()
+    assert key(training) != usual
+
+
 def test_another_shape_has_another_key(usual):
     assert key(rows=5) != usual
 

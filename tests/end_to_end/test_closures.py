@@ -135,19 +135,11 @@ def test_an_optimizer_that_shares_its_groups_with_the_one_inside(make: Any) -> N
     assert len(train.recompiles) == 1 and ours.param_groups is ours.base.param_groups
 
 
-def test_a_base_of_an_orthogonal_weight_is_made_contiguous() -> None:
+def test_a_base_of_an_orthogonal_weight_may_be_transposed() -> None:
     model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     train = amp_ir.jit(by_closure(model, optimizer), model=model, optimizer=optimizer)
-    with pytest.raises(amp_ir.errors.StateError) as refused:
-        train(X, Y)
-    assert str(refused.value) == (
-        "buffer 0.parametrizations.weight.0.base is not contiguous (strides (1, 6)); make it so "
-        "before the capture: for one in [*model.parameters(), *model.buffers()]: one.data = "
-        "one.data.contiguous()"
-    )
-    for one in [*model.parameters(), *model.buffers()]:
-        one.data = one.data.contiguous()
+    assert any(not one.is_contiguous() for one in model.buffers())
     loss = F.mse_loss(model(X), Y).detach()
     torch.testing.assert_close(train(X, Y), loss)
     weight: torch.Tensor = model[0].weight  # type: ignore[assignment]

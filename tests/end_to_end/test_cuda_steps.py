@@ -17,8 +17,17 @@ from cuda_emulator import in_emulator
 STEPS = 2
 
 
-def captured(name: str, amp_dtype: str | None) -> tuple[Any, amp_ir.StepModule]:
+def made(name: str) -> Any:
+    """A workload; the second word of its name is the layout of its parameters."""
+    name, _, form = name.partition(" ")
     training = WORKLOADS[name].make(small=True)
+    if form:
+        training.model.to(memory_format=getattr(torch, form))
+    return training
+
+
+def captured(name: str, amp_dtype: str | None) -> tuple[Any, amp_ir.StepModule]:
+    training = made(name)
     mod, args = amp_ir.trace_step(
         training.step, training.batch, model=training.model, optimizer=training.optimizer
     )
@@ -39,6 +48,8 @@ def captured(name: str, amp_dtype: str | None) -> tuple[Any, amp_ir.StepModule]:
         ("bert1", "bfloat16", 2e-3),
         ("gpt2", "float16", 2e-4),
         ("resnet50", "bfloat16", 2e-3),
+        ("resnet50 channels_last", "bfloat16", 4e-3),
+        ("resnet50 channels_last", None, 1e-5),
         ("ssd", None, 1e-5),
     ],
 )
@@ -47,7 +58,7 @@ def test_a_step_trains_as_pytorch_does_and_asks_for_launches_alone(name, amp_dty
     from cuda_emulator import device, steps
 
     steps.register_libraries()
-    eager = WORKLOADS[name].make(small=True)
+    eager = made(name)
     expected = [eager.step(*eager.batch).item() for _ in range(STEPS)]
     training, mod = captured(name, amp_dtype)
     step = steps.compile_step(mod)

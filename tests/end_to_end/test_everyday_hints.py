@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import amp_ir
-from amp_ir.errors import CaptureError, StateError
+from amp_ir.errors import CaptureError
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -175,39 +175,6 @@ def test_rows_are_packed_inside_of_the_step() -> None:
     ) in str(refused.value)
     got = amp_ir.jit(model, model=model)(IDS, LENGTHS)
     torch.testing.assert_close(got, step(packed))
-
-
-def test_a_model_in_channels_last_is_made_contiguous_at_once() -> None:
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    step = training_step(model, optimizer)
-
-    image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    train = amp_ir.jit(step, model=model, optimizer=optimizer)
-    with pytest.raises(StateError) as refused:
-        train(image)
-    assert str(refused.value) == (
-        "parameter 0.weight is not contiguous (strides (27, 1, 9, 3)); make it so before the "
-        "capture: model.to(memory_format=torch.contiguous_format), which does all of them"
-    )
-    step(image)  # momentum as eager steps leave it
-    model.to(memory_format=torch.contiguous_format)
-    with pytest.raises(StateError) as refused:
-        train(image)
-    assert str(refused.value) == (
-        "optimizer_state optimizer0.0.weight.momentum_buffer is not contiguous (strides (27, 1, 9, "
-        "3)); make it so before the capture: for one in optimizer.state.values(): "
-        "one.update({key: value.contiguous() for key, value in one.items() if "
-        "torch.is_tensor(value)})"
-    )
-    for one in optimizer.state.values():
-        one.update(
-            {key: value.contiguous() for key, value in one.items() if torch.is_tensor(value)}
-        )
-    assert train(image) > train(image)
 
 
 def test_what_a_counter_decides_is_an_argument() -> None:

@@ -18,6 +18,7 @@ from amp_ir.capture.symbolic_float import FloatTape
 from amp_ir.capture.traced import Traced
 from amp_ir.ir.captured_step import CapturedInput, CapturedOutput, NumberReader
 from amp_ir.ir.location import META_KEY, Location
+from amp_ir.ir.memory_order import extents_in_memory, from_memory, memory_order
 from amp_ir.ir.step_module import Role
 
 _ALWAYS_INPUTS = (Role.PARAMETER, Role.BUFFER, Role.BATCH)
@@ -195,7 +196,10 @@ class _Finishing:
         for made in self._traced.created:
             name = f"optimizer{made.optimizer}.{names[id(made.parameter)]}.{made.key}"
             value = made.value
-            tensor = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            order = memory_order(value) or ()
+            extents = extents_in_memory(value.shape, order)
+            zeros = torch.zeros(extents, dtype=value.dtype, device=value.device)
+            tensor = from_memory(zeros, order)
             shards = self._state.shards
             if shards is not None and shards.is_split(made.parameter, tensor):
                 tensor = shards.part_of(made.parameter, tensor)

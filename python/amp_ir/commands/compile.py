@@ -79,6 +79,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             report("choosing casts")
             with spent(seconds, "amp"):
                 mod = amp_ir.autocast(mod, args, **casts)
+        mod = mod.with_contiguous_state()
         report("compiling")
         # The program that runs the file checks the indices of a batch on the host.
         on_stage = each(seconds_by_stage(seconds), current_stage_files())

@@ -47,8 +47,12 @@ def write_convolution(
     variable: relax.Var,
     call: relax.Call,
     view: Callable[[relax.Expr], StridedView],
+    *,
+    is_moved: bool = False,
 ) -> ChannelsLast:
     """Return the library's `verb`: two operands, a dense result, the options of `call`.
+
+    The gradient of a weight is written with its channels last where it `is_moved` to them.
 
     Before:  y = conv(x, w)
     After:   x_last = permute_dims(x, [0, 2, 3, 1])
@@ -64,7 +68,7 @@ def write_convolution(
         is_image = k == 0 or verb == "conv_backward_weight"
         views.append(_operand(operand, view, before) if is_image else view(operand))
     out = tuple(int(n) for n in call.ty.shape)
-    is_last = verb != "conv_backward_weight" and _is_worth_it(out)
+    is_last = is_moved if verb == "conv_backward_weight" else _is_worth_it(out)
     strides = _last_strides(out) if is_last else dense_strides(out)
     options = options_of(call)
     type_ = _permuted_type(call.ty, TO_LAST) if is_last else call.ty

@@ -15,8 +15,9 @@ from amp_ir.dispatch.matmul_call import MatmulForm, choose_form, library_matmul,
 from amp_ir.host import native
 from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import OWN_KERNEL, DispatchLog
+from amp_ir.ir.image_layout import TO_LAST
 from amp_ir.ir.library_call import write
-from amp_ir.ir.strided_view import StridedView, view_of
+from amp_ir.ir.strided_view import StridedView, permutation, view_of
 
 LIBRARIES = ("onednn", "torch")
 # Those whose matmul adds a float32 bias, and those whose bias has the dtype of the result.
@@ -79,6 +80,11 @@ class _Dispatcher:
         self.allow_tf32 = allow_tf32
         self.values = dict(self.flow.values)
         self.only_reader = self.flow.only_readers("relax.permute_dims")
+        self.moved_last = {
+            call.args[0]
+            for call in self.flow.calls("relax.permute_dims").values()
+            if tuple(permutation(call)) == TO_LAST
+        }
         self.only_cast = self.flow.only_readers("amp_ir.cast")
         self.replaced: dict[relax.Var, relax.Expr] = {}
         self.before: list[relax.Binding] = []
@@ -135,7 +141,10 @@ class _Dispatcher:
     def _written(self, library: str, verb: str, variable: relax.Var, call: relax.Call) -> Any:
         """Return the call of the library, the marker that it was bound elsewhere, or None."""
         if verb != "matmul":
-            written = write_convolution(library, verb, variable, call, self.operand)
+            is_moved = variable in self.moved_last
+            written = write_convolution(
+                library, verb, variable, call, self.operand, is_moved=is_moved
+            )
             self.before += written.before
             return written.result
         reader = self.only_reader.get(variable)

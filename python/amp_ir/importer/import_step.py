@@ -30,6 +30,7 @@ from amp_ir.ir.captured_loop import LOOP_KEY
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
 from amp_ir.ir.location import META_KEY, Location, to_span
+from amp_ir.ir.memory_order import memory_order
 from amp_ir.ir.random_draws import DRAW_KEY, number_draws
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 
@@ -50,11 +51,16 @@ def import_step(captured: CapturedStep) -> StepModule:
     number_draws(captured.graph.graph)
     emitter, parameters, outputs = _convert(captured)
     inputs = [
-        InputSpec(one.name, one.role, shape_of(parameter), dtype_of(parameter))
+        InputSpec(one.name, one.role, shape_of(parameter), dtype_of(parameter), _order_of(one))
         for one, parameter in zip(captured.inputs, parameters, strict=True)
     ]
+    # Of a new gradient it is that of its parameter, as PyTorch accumulates it.
+    orders = {f"{one.name}.grad": one.order for one in inputs if one.role is Role.PARAMETER}
     results = [
-        OutputSpec(one.name, one.role, shape_of(value), dtype_of(value), one.updates)
+        OutputSpec(
+            *(one.name, one.role, shape_of(value), dtype_of(value), one.updates),
+            orders.get(one.name, ()) if one.updates is None else (),
+        )
         for one, value in zip(captured.outputs, outputs, strict=True)
     ]
     state: dict[str, torch.Tensor | Callable[[], torch.Tensor]] = {
@@ -75,6 +81,19 @@ def import_step(captured: CapturedStep) -> StepModule:
         notes=captured.notes,
         hooks=captured.hooks,
     )
+
+
+def _order_of(one: CapturedInput) -> tuple[int, ...]:
+    """Return the order of a tensor's dimensions in memory, if a step works on it where it is.
+
+    A program refuses one that has none.
+    """
+    held = one.tensor_or_reader
+    if one.role is Role.GRADIENT and callable(held):
+        held = held()
+    if one.role is Role.BATCH or not isinstance(held, torch.Tensor):
+        return ()
+    return memory_order(held) or ()
 
 
 def _convert(captured: CapturedStep) -> tuple[Emitter, list[relax.Var], list[relax.Expr]]:

@@ -86,7 +86,7 @@ class StoredParameters:
                 make = functools.partial(_copied, held)
                 name = names.get(id(held)) or self._stored(key, one.name, make)
                 state[name] = self.tensors[name]
-                one = attrs.evolve(one, name=name)
+                one = attrs.evolve(one, name=name, order=())  # a contiguous copy
             inputs.append(one)
         signature = attrs.evolve(mod.signature, inputs=tuple(inputs))
         return attrs.evolve(mod, signature=signature, state=state)

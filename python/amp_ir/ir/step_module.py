@@ -34,12 +34,16 @@ class Role(enum.Enum):
 
 @attrs.frozen
 class InputSpec:
-    """One input of `main`, in order. `shape` holds extents, `dtype` is TVM's name ("float32")."""
+    """One input of `main`, in order. `shape` holds extents, `dtype` is TVM's name ("float32").
+
+    `order` is that of the dimensions in memory, as `ir/memory_order.py` has it.
+    """
 
     name: str
     role: Role
     shape: tuple[int, ...]
     dtype: str
+    order: tuple[int, ...] = ()
 
     @property
     def is_state(self) -> bool:
@@ -52,7 +56,8 @@ class OutputSpec:
     """One field of the tuple that `main` returns, in order.
 
     `updates` is the position of the input whose tensor takes this value after the step, or None
-    for a result that is returned to the caller.
+    for a result that is returned to the caller. Of a result, `order` is that of its dimensions in
+    memory.
     """
 
     name: str
@@ -60,6 +65,7 @@ class OutputSpec:
     shape: tuple[int, ...]
     dtype: str
     updates: int | None = None
+    order: tuple[int, ...] = ()
 
 
 @attrs.frozen
@@ -186,6 +192,13 @@ class StepModule:
     def with_ir(self, ir: tvm.IRModule) -> StepModule:
         """Return the same step with other IR of the same signature."""
         return attrs.evolve(self, ir=ir)
+
+    def with_contiguous_state(self) -> StepModule:
+        """Return the same step for state that is contiguous, as files hold it."""
+        inputs = tuple(attrs.evolve(one, order=()) for one in self.signature.inputs)
+        outputs = tuple(attrs.evolve(one, order=()) for one in self.signature.outputs)
+        signature = attrs.evolve(self.signature, inputs=inputs, outputs=outputs)
+        return attrs.evolve(self, signature=signature)
 
     @property
     def random_state(self) -> torch.Tensor | None:

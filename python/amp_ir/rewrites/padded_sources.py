@@ -11,9 +11,9 @@ from tvm import relax
 
 from amp_ir.dialect.registry import options_of
 from amp_ir.ir.dataflow import op_name
+from amp_ir.ir.elementwise_ops import is_elementwise
 from amp_ir.ir.static_shape import shape_of
 from amp_ir.ir.strided_view import permutation
-from amp_ir.rewrites.wanted_parts import is_elementwise
 
 TRANSPOSE = "relax.permute_dims"
 TABLE = "amp_ir.embedding_backward"

@@ -17,11 +17,12 @@ import tvm
 from tvm import relax
 
 from amp_ir.ir.dataflow import Dataflow, variables_of
+from amp_ir.ir.elementwise_ops import is_elementwise
 from amp_ir.ir.static_shape import extents_of, shape_of
 from amp_ir.ir.step_module import InputSpec, StepModule
 from amp_ir.rewrites.shard_plan import ShardPlan
 from amp_ir.rewrites.sharded_program import ShardedProgram
-from amp_ir.rewrites.wanted_parts import WantedParts, is_elementwise, is_sum
+from amp_ir.rewrites.wanted_parts import WantedParts, is_sum
 
 
 def shard_updates(mod: StepModule, plan: ShardPlan) -> StepModule:

@@ -12,6 +12,7 @@ from amp_ir.dialect.collectives import ALL_REDUCE
 from amp_ir.dialect.registry import options_of
 from amp_ir.errors import ShardingError
 from amp_ir.ir.dataflow import Dataflow, op_name, variables_of
+from amp_ir.ir.elementwise_ops import is_elementwise
 from amp_ir.ir.location import from_span
 from amp_ir.ir.short_list import short_names
 from amp_ir.ir.static_shape import shape_of
@@ -19,23 +20,6 @@ from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, StepModule
 from amp_ir.rewrites.shard_plan import ShardPlan
 
 _ALL_FINITE = "amp_ir.all_finite"
-_ELEMENTWISE = frozenset(
-    f"relax.{name}"
-    for name in (
-        "abs", "negative", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tan", "asin", "acos",
-        "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "tanh", "sigmoid", "erf", "floor",
-        "ceil", "round", "trunc", "sign", "square", "logical_not", "bitwise_not", "isfinite",
-        "isinf", "isnan", "nn.relu", "nn.silu", "nn.leakyrelu", "astype", "clip", "where", "add",
-        "subtract", "multiply", "divide", "floor_divide", "mod", "floor_mod", "power", "maximum",
-        "minimum", "equal", "not_equal", "less", "less_equal", "greater", "greater_equal",
-        "logical_and", "logical_or", "logical_xor",
-    )
-) | {"amp_ir.unscale", "amp_ir.average", "amp_ir.cast", "amp_ir.expm1", "amp_ir.log1p"}  # fmt: skip
-
-
-def is_elementwise(value: Any) -> bool:
-    """Return whether an op computes each element from those at the same place."""
-    return op_name(value) in _ELEMENTWISE
 
 
 def is_sum(value: Any) -> bool:

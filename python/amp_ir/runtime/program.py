@@ -14,6 +14,7 @@ from amp_ir.host.huge_pages import empty_in_huge_pages
 from amp_ir.host.memory_limit import is_out_of_memory, out_of_memory
 from amp_ir.ir.executable import Executable
 from amp_ir.ir.external_call import unrecordable_ops
+from amp_ir.ir.memory_order import extents_in_memory, from_memory, in_memory
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.ir.planned_checks import PlannedChecks
 from amp_ir.ir.step_module import Role, Signature
@@ -80,7 +81,7 @@ class Program:
         self._written_memory = WrittenMemory(self._inputs, signature.outputs)
         self._batch_positions = [k for k, one in enumerate(self._inputs) if one.source is None]
         outputs = [spec for spec in signature.outputs if spec.updates is None]
-        self._result_kinds = [(spec.shape, getattr(torch, spec.dtype)) for spec in outputs]
+        self._results = outputs
         self._result_places, self._gradient_places = (
             [k for k, spec in enumerate(outputs) if spec.role is role]
             for role in (Role.RESULT, Role.GRADIENT)
@@ -156,7 +157,7 @@ class Program:
                 self.refuse_shared(batch, self._state_views.version)
                 for position, tensor in zip(self._batch_positions, batch, strict=True):
                     arguments[position + 1] = flat_view(_placed(tensor))
-                arguments += map(flat_view, results)
+                arguments += self.result_views(results)
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, AmpIrError) or not is_out_of_memory(error):
                     raise
@@ -255,8 +256,19 @@ class Program:
     def empty_results(self) -> list[torch.Tensor]:
         """Return new tensors for the outputs that update no input, in order."""
         return [
-            empty_in_huge_pages(shape, dtype, self.device) for shape, dtype in self._result_kinds
+            from_memory(
+                empty_in_huge_pages(
+                    extents_in_memory(one.shape, one.order), getattr(torch, one.dtype), self.device
+                ),
+                one.order,
+            )
+            for one in self._results
         ]
+
+    def result_views(self, results: Sequence[torch.Tensor]) -> Iterator[Any]:
+        """Return the views of tensors that `empty_results` made."""
+        pairs = zip(results, self._results, strict=True)
+        return (flat_view(in_memory(one, spec.order)) for one, spec in pairs)
 
     def synchronise(self) -> None:
         """Wait until the runs so far are done.
@@ -302,7 +314,7 @@ class _OnGpu:
         ]
         self._results = program.empty_results()
         self._batch_views = [flat_view(one) for one in self._batch]
-        self._result_views = [flat_view(one) for one in self._results]
+        self._result_views = list(program.result_views(self._results))
         self.found = FoundIndices(program.checks)
 
     @property

@@ -14,6 +14,14 @@ import tvm
 from amp_ir.errors import StateError
 from amp_ir.ir.captured_step import NumberReader
 from amp_ir.ir.held_tensors import HeldTensors
+from amp_ir.ir.memory_order import (
+    extents_in_memory,
+    from_memory,
+    in_memory,
+    memory_order,
+    strides_in_words,
+    strides_unless_contiguous,
+)
 from amp_ir.ir.step_module import InputSpec, Role
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, PHYSICAL_DTYPES
 from amp_ir.ir.unusable_tensors import memory_error
@@ -25,7 +33,7 @@ State = Mapping[str, "torch.Tensor | Callable[[], torch.Tensor]"]
 
 
 def flat_view(tensor: torch.Tensor) -> tvm.runtime.Tensor:
-    """Return a dense tensor as kernels take it: flat, of physical dtype, sharing memory."""
+    """Return a contiguous tensor as kernels take it: flat, of physical dtype, sharing memory."""
     flat = tensor.detach() if tensor.requires_grad else tensor
     if flat.dim() != 1:
         flat = flat.view(-1)
@@ -100,7 +108,7 @@ class ProgramInput:
     def _view_of(self, tensor: torch.Tensor) -> tvm.runtime.Tensor:
         address = tensor.data_ptr()
         if self._view is None or address != self.address:
-            self._view = flat_view(tensor)
+            self._view = flat_view(in_memory(tensor, self.spec.order))
             self.address = address
         return self._view
 
@@ -129,12 +137,26 @@ class ProgramInput:
                 f"of {ALIGNMENT_BYTES} bytes, as a slice of another tensor does; give it memory of "
                 "its own before the capture: tensor.data = tensor.data.clone()"
             )
-        if not tensor.is_contiguous():
-            raise StateError(
-                f"{self.spec.role.value} {self.spec.name} is not contiguous "
-                f"(strides {tuple(tensor.stride())}); make it so before the capture: "
-                f"{_how_to_make_contiguous(self.spec.role, tensor)}"
+        if not in_memory(tensor, self.spec.order).is_contiguous():
+            raise StateError(self._layout_error(tensor))
+
+    def _layout_error(self, tensor: torch.Tensor) -> str:
+        subject = f"{self.spec.role.value} {self.spec.name}"
+        if memory_order(tensor) is None:
+            return (
+                f"{subject} has elements that overlap or gaps between them in memory (shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}), as expand and slices leave "
+                "it; give it memory of its own before the capture: "
+                f"{_how_to_make_contiguous(self.spec.role)}"
             )
+        extents = extents_in_memory(self.spec.shape, self.spec.order)
+        captured = from_memory(torch.empty(extents, device="meta"), self.spec.order)
+        was, now = (strides_in_words(strides_unless_contiguous(one)) for one in (captured, tensor))
+        return (
+            f"{subject} was {was} at the capture and is now {now}, changed in its place, as .data "
+            "= does; assign a new tensor instead, for which amp_ir.jit compiles again, or call "
+            "amp_ir.trace_step and amp_ir.compile again"
+        )
 
 
 class ComparedInputs:
@@ -239,17 +261,17 @@ class StateViews:
         self._distinct = addresses
 
 
-def _how_to_make_contiguous(role: Role, tensor: torch.Tensor) -> str:
-    """Return code; strides of images are usually those of `memory_format=torch.channels_last`."""
+def _how_to_make_contiguous(role: Role) -> str:
+    """Return code that makes all tensors of a role contiguous."""
     if role is Role.OPTIMIZER_STATE:
         return (
             "for one in optimizer.state.values(): one.update({key: value.contiguous() for key, "
             "value in one.items() if torch.is_tensor(value)})"
         )
-    if tensor.ndim in (4, 5):
-        return "model.to(memory_format=torch.contiguous_format), which does all of them"
     if role in (Role.PARAMETER, Role.BUFFER):
         return (
             "for one in [*model.parameters(), *model.buffers()]: one.data = one.data.contiguous()"
         )
+    if role is Role.GRADIENT:
+        return "for one in model.parameters(): one.grad = one.grad.contiguous()"
     return "tensor.data = tensor.data.contiguous()"

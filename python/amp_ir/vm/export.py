@@ -152,6 +152,8 @@ def export_step(
     Raises:
         BuildError: the step calls ops of PyTorch itself, or the file cannot be linked or written.
     """
+    # `save_state` writes contiguous tensors: the step is one `with_contiguous_state`.
+    assert not any(one.order for one in mod.signature.inputs)
     _check_exportable(planned)
     library = linked_library(executable, path)
     kernels: tuple[machine_code.KernelCode, ...] = ()

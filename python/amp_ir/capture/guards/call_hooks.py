@@ -32,6 +32,7 @@ from amp_ir.dialect.loss_scale import options_of
 from amp_ir.distributed.process_group import world_size
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.distributed.split_optimizers import guard_split_state
+from amp_ir.ir.memory_order import strides_in_words, strides_unless_contiguous
 
 _gradient_of = attrgetter("grad")
 
@@ -331,17 +332,22 @@ def _owned_state(state: State, interface: Interface) -> list[_Owned]:
     ]
 
 
-_KindOfGradient = tuple[torch.dtype, torch.device, torch.layout] | None
+_KindOfGradient = tuple[torch.dtype, torch.device, torch.layout, tuple[int, ...] | None] | None
 
 
 def _kind_of_gradient(parameter: torch.Tensor) -> _KindOfGradient:
     """Return the properties of a gradient, besides values, that the graph depends on, or None."""
     gradient = parameter.grad
-    return None if gradient is None else (gradient.dtype, gradient.device, gradient.layout)
+    if gradient is None:
+        return None
+    is_strided = gradient.layout is torch.strided
+    strides = strides_unless_contiguous(gradient) if is_strided else None
+    return gradient.dtype, gradient.device, gradient.layout, strides
 
 
 def _gradient_in_words(before: _KindOfGradient, now: _KindOfGradient) -> str:
     if before is None or now is None:
         return "was None and is set" if before is None else "was set and is None"
-    words = [(str(a), str(b)) for a, b in zip(before, now, strict=True) if a != b]
+    texts = ([*map(str, one[:3]), strides_in_words(one[3])] for one in (before, now))
+    words = [(a, b) for a, b in zip(*texts, strict=True) if a != b]
     return f"was {', '.join(a for a, _ in words)} and is {', '.join(b for _, b in words)}"

@@ -25,6 +25,7 @@ from amp_ir.capture.containers import flatten_with_path
 from amp_ir.capture.guards.call_structure import rebuild, structure_of
 from amp_ir.capture.guards.places import is_number
 from amp_ir.errors import ArgumentError
+from amp_ir.ir.memory_order import strides_in_words, strides_unless_contiguous
 
 
 @attrs.frozen(cache_hash=True)
@@ -43,7 +44,7 @@ class TensorKind:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorKind:
         """Return the kind of a tensor."""
-        strides = None if tensor.is_contiguous() else tensor.stride()
+        strides = strides_unless_contiguous(tensor)
         return cls(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, strides)
 
     def in_words(self, other: TensorKind) -> str:
@@ -58,7 +59,7 @@ class TensorKind:
         if self.requires_grad != other.requires_grad:
             words.append("with" + ("" if self.requires_grad else "out") + " requires_grad")
         if self.strides != other.strides:
-            words.append("contiguous" if self.strides is None else f"of strides {self.strides}")
+            words.append(strides_in_words(self.strides))
         return ", ".join(words)
 
 

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.objects import Tier
 from amp_ir.capture.state import StateTensor
+from amp_ir.ir.memory_order import strides_in_words, strides_unless_contiguous
 
 try:
     # Not part of PyTorch's public interface; without it, kinds are compared in Python.
@@ -160,7 +161,7 @@ class GuardedModules:
             yield f"modules have {len(hooks)} global hooks, and had {len(self._global_hooks)}"
 
 
-_Kind = tuple[bool, torch.dtype, torch.device, torch.Size]
+_Kind = tuple[bool, torch.dtype, torch.device, torch.Size, tuple[int, ...] | None]
 
 
 class GuardedParameters:
@@ -226,15 +227,19 @@ def _hooks(tensor: torch.Tensor) -> tuple[tuple[int, ...], ...]:
 
 def _kind(tensor: torch.Tensor) -> _Kind:
     """Return the properties that the graph depends on and the user may change."""
-    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape
+    strides = strides_unless_contiguous(tensor)
+    return tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, strides
 
 
 def _kind_in_words(before: _Kind, now: _Kind) -> str:
     """Describe the difference, as "was ... and is ..."."""
     words = []
     for kind, other in ((before, now), (now, before)):
-        requires_grad, dtype, device, shape = kind
-        texts = ("trained" if requires_grad else "frozen", dtype, f"on {device}", tuple(shape))
+        requires_grad, dtype, device, shape, strides = kind
+        texts = (
+            *("trained" if requires_grad else "frozen", dtype, f"on {device}", tuple(shape)),
+            strides_in_words(strides),
+        )
         differing = [str(t) for t, a, b in zip(texts, kind, other, strict=True) if a != b]
         words.append(", ".join(differing))
     return f"was {words[0]} and is {words[1]}"
