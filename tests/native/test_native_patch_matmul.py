@@ -50,7 +50,11 @@ IMAGE_AND_WINDOW = {
 }
 
 
-def check(case: Case, channels: tuple[int, int]) -> None:
+# As parameters are stored: contiguous, or after model.to(memory_format=torch.channels_last).
+WINDOWS = {"plain window": torch.Tensor.contiguous, "channels last": channels_last}
+
+
+def check(case: Case, channels: tuple[int, int], window: str = "plain window") -> None:
     """Compare all three, rounded to bfloat16 and in float32.
 
     Products of bfloat16 numbers are exact in float32, and so sums of up to some 2000 of them keep
@@ -60,30 +64,34 @@ def check(case: Case, channels: tuple[int, int]) -> None:
         problem = operands(case, (*channels, 1), (BFLOAT16, out_dtype), channels_last)
         for verb, (first, second, out, expected) in problem.items():
             tensors = [first, second, out]
-            window = IMAGE_AND_WINDOW[verb][1]
-            tensors[window] = tensors[window].contiguous()  # as a parameter is stored
+            at = IMAGE_AND_WINDOW[verb][1]
+            tensors[at] = WINDOWS[window](tensors[at])
             convolve("onednn", verb, *tensors, groups=1, **case.options)
             error = relative_error(tensors[2], expected)
             assert error <= TOLERANCE[out_dtype], (verb, case, channels, out_dtype, error)
 
 
-def names_after_check(case: Case, channels: tuple[int, int]) -> list[str]:
+def names_after_check(
+    case: Case, channels: tuple[int, int], window: str = "plain window"
+) -> list[str]:
     native.function("amp_ir.onednn.clear_cache")()
-    check(case, channels)
+    check(case, channels, window)
     return [str(name) for name in native.function("amp_ir.onednn.implementations")()]
 
 
 @needs_bfloat16
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", SEPARATE)
-def test_separate_patches(name):
-    names = names_after_check(*SEPARATE[name])
+def test_separate_patches(name, window):
+    names = names_after_check(*SEPARATE[name], window)
     assert len(names) == 6 and all("conv" not in one for one in names), names
 
 
 @needs_amx
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", OVERLAPPING)
-def test_overlapping_patches(name):
-    names = names_after_check(*OVERLAPPING[name])
+def test_overlapping_patches(name, window):
+    names = names_after_check(*OVERLAPPING[name], window)
     assert len(names) == 6 and all("conv" not in one for one in names), names
 
 

@@ -80,7 +80,7 @@ class PatchMatmul {
         return false;
       }
     }
-    return IsMatrix(y_) && HasStridesOf(w_, RowMajor(w_));
+    return IsMatrix(y_) && (HasStridesOf(w_, RowMajor(w_)) || IsMatrix(w_));
   }
 
   bool IsFaster() const {

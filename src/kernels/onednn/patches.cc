@@ -25,6 +25,9 @@ Patches::Patches(const StridedTensor& image, const StridedTensor& window, const 
                               convolution.padding[i], convolution.dilation[i],
                               image.strides[2 + i]};
   }
+  const bool has_channels_last = channels_ > 1 && window.strides[1] == 1;
+  channel_column_ = has_channels_last ? 1 : taps();
+  tap_column_ = has_channels_last ? channels_ : 1;
 }
 
 int64_t Patches::Axis::source(int64_t position, int64_t tap) const {
@@ -61,6 +64,16 @@ void Patches::Gather(const uint16_t* image, uint16_t* matrix) const {
         std::copy_n(from[0], channels_, to);
         continue;
       }
+      if (channel_column_ == 1) {
+        for (int64_t t = 0; t < count; ++t, to += channels_) {
+          if (steps[t] == 1) {
+            std::copy_n(from[t], channels_, to);
+          } else {
+            for (int64_t c = 0; c < channels_; ++c) to[c] = from[t][c * steps[t]];
+          }
+        }
+        continue;
+      }
       for (int64_t c = 0; c < channels_; ++c) {
         for (int64_t t = 0; t < count; ++t) *to++ = from[t][c * steps[t]];
       }
@@ -90,8 +103,9 @@ void Patches::ScatterTo(const float* matrix, int64_t sample, int64_t row, int64_
       const int64_t right = horizontal_.reader(column, t % horizontal_.taps);
       if (down < 0 || right < 0) continue;
       const int64_t reader = sample * positions() + down * horizontal_.out + right;
-      const float* from = matrix + (reader * channels_ + first) * count + t;
-      for (int64_t c = 0; c < channels; ++c) sums[c] += from[c * count];
+      const float* from =
+          matrix + reader * channels_ * count + first * channel_column_ + t * tap_column_;
+      for (int64_t c = 0; c < channels; ++c) sums[c] += from[c * channel_column_];
     }
     const int64_t begin = at + first * channel_stride_;
     if (IsFloat(dtype_, 32)) {

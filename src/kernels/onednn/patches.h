@@ -9,8 +9,9 @@ namespace amp_ir {
 
 // The matrix [samples * positions, channels * taps] of an image [n, c, spatial...] of one or two
 // spatial dims: with it a convolution without groups is a matmul with the weight [o, c, window...]
-// as it is stored. Places in the padding are zeros, which are multiplied: with infinity they give
-// NaN.
+// as it is stored, so its columns are in the order of the weight's channels and taps: channels
+// outside of the taps, or inside where the weight has its channels last. Places in the padding are
+// zeros, which are multiplied: with infinity they give NaN.
 class Patches {
  public:
   // `image` and `y` are the tensors x and y of the convolution, `window` is its weight.
@@ -46,6 +47,7 @@ class Patches {
   Axis vertical_{1, 1, 1, 1, 0, 1, 0}, horizontal_;
   DLDataType dtype_;
   int64_t samples_, sample_stride_, channels_, channel_stride_;
+  int64_t channel_column_, tap_column_;  // columns from a channel, a tap to the next
 };
 
 }  // namespace amp_ir
