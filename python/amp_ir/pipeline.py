@@ -219,7 +219,7 @@ def library_calls(
     ir, hoisted = (ir, ()) if hoist is None else hoist(ir, log)
     # A packed matrix is a copy, which the matmuls of a loss in chunks have no memory for.
     ir = ir if in_chunks else prepack_weights(ir, log=log)
-    ir = accumulate_matmuls(ir, outputs, saves_memory=in_chunks, log=log)
+    ir = accumulate_matmuls(ir, outputs, log=log)
     if target.takes_fastest:
         ir = move_matmuls(ir, target.libraries, log=log)
     return ir, hoisted

@@ -353,17 +353,25 @@ def test_pytorch_is_measured_in_bfloat16_where_it_has_instructions(
 ) -> None:
     """Elsewhere one of its products of 2048 rows takes half a minute."""
     monkeypatch.setattr(native, "has_fast_bfloat16", lambda: is_fast)
-    assert ("bfloat16 torch" in cpu_trials()) == is_fast
-    assert "float32 torch" in cpu_trials()
+    assert ("bfloat16 torch 2048 x 2048 x 2048" in cpu_trials()) == is_fast
+    assert "float32 torch 2048 x 2048 x 2048" in cpu_trials()
 
 
 def test_a_dtype_that_no_library_multiplies_has_the_rate_of_float32() -> None:
-    seconds = {"float32 torch": 0.5, "float32 onednn": 0.25, "copy": 1.0}
+    square = "2048 x 2048 x 2048"
+    seconds = {f"float32 torch {square}": 0.5, f"float32 onednn {square}": 0.25, "copy": 1.0}
     peaks = cpu_peaks(seconds, "2 threads")
     assert set(peaks.gflop_per_second.values()) == {2 * 2048**3 / 0.25 / 1e9}
     assert set(peaks.gflop_per_second) == {"float32", "bfloat16", "float16"}
-    slower = cpu_peaks({**seconds, "bfloat16 onednn": 0.5}, "2 threads")
+    slower = cpu_peaks({**seconds, f"bfloat16 onednn {square}": 0.5}, "2 threads")
     assert slower.gflop_per_second["bfloat16"] == 2 * 2048**3 / 0.5 / 1e9
+
+
+def test_the_shape_that_is_multiplied_fastest_is_the_peak() -> None:
+    shapes = {"2048 x 2048 x 2048": 0.5, "4096 x 1024 x 1024": 0.2}
+    seconds = {f"bfloat16 torch {shape}": took for shape, took in shapes.items()}
+    peaks = cpu_peaks({**seconds, "float32 torch 2048 x 2048 x 2048": 4.0, "copy": 1.0}, "2")
+    assert peaks.gflop_per_second["bfloat16"] == 2 * 4096 * 1024 * 1024 / 0.2 / 1e9
 
 
 def test_wrong_uses_say_what_to_pass() -> None:

@@ -35,7 +35,6 @@ def accumulate_matmuls(
     ir: tvm.IRModule,
     outputs: Sequence[OutputSpec],
     *,
-    saves_memory: bool = False,
     log: DispatchLog | None = None,
 ) -> tvm.IRModule:
     """Let oneDNN add matmuls to a tensor in float32, instead of a kernel that adds them.
@@ -59,10 +58,6 @@ def accumulate_matmuls(
     one matmul and no state is left to a kernel, which reads both in the same pass over memory as
     its reader.
 
-    With AMX, matmuls of low operands are not added to a state whose new value is read again: that
-    would take longer (`_is_slower`). With `saves_memory` they are: each part of a sum that a kernel
-    adds is held until then.
-
     Requires: `dispatch` and `fold_casts` have run, and `prepack_weights`: packed calls remain
               unchanged. `outputs` are those of `main`, in order.
     Ensures:  only float32 sums change; each is the same sum in another order, and so is its error.
@@ -70,7 +65,7 @@ def accumulate_matmuls(
               changes for other libraries than oneDNN. The pass records each change in `log`.
     """
     log = DispatchLog() if log is None else log
-    return _Accumulator(ir, outputs, log, saves_memory=saves_memory).run()
+    return _Accumulator(ir, outputs, log).run()
 
 
 @attrs.frozen(eq=False)
@@ -87,10 +82,7 @@ class _Accumulator:
         ir: tvm.IRModule,
         outputs: Sequence[OutputSpec],
         log: DispatchLog,
-        *,
-        saves_memory: bool,
     ) -> None:
-        self.saves_memory = saves_memory
         self.log = log
         self.flow = Dataflow(ir)
         self.values = dict(self.flow.values)
@@ -177,23 +169,9 @@ class _Accumulator:
         state = self.state_of.get(total)
         old = [term for term in terms if state is not None and term.leaf.same_as(state)]
         is_free = bool(matmuls) and self._last_read(state, inside) < self.place[total]
-        if len(old) == 1 and is_free and not self._is_slower(total, matmuls):
+        if len(old) == 1 and is_free:
             return old[0]
         return matmuls[0] if len(matmuls) > 1 else None
-
-    def _is_slower(self, total: relax.Var, matmuls: list[_Term]) -> bool:
-        """Return whether adding to a state takes longer than the kernel work that it saves.
-
-        With AMX, oneDNN 3.2 runs post-ops in a separate pass over blocks that it else writes at
-        once. In bfloat16 of 30522 x 1024 x 768 a sum takes 36 ms instead of 29, 4096 x 512 x 4096
-        12 instead of 9. A kernel that adds takes 5 and 3: no more is lost than gained where it
-        is removed. One that updates a parameter by a momentum remains, and gains 4 and 2: it reads
-        and writes three tensors instead of five. In float32 the sums are free (168 and 164 ms).
-        """
-        if self.saves_memory or self.uses[total] == 1 or not native.has_amx():
-            return False
-        calls = [self.matmuls[self._matmul_at(term.leaf)] for term in matmuls]
-        return any(str(call.a.base.ty.dtype) != "float32" for call in calls)
 
     def _last_read(self, state: relax.Expr, inside: set[relax.Var]) -> int:
         """Return the place of the last call, except `inside`, that reads an old value; -1: none."""
