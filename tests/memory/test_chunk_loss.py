@@ -543,7 +543,7 @@ def test_gradients_of_weights_are_added_up_in_the_state(amp_dtype: str | None) -
     mod, args = amp_ir.trace_step(step, batch, model=model, optimizer=optimizer)
     if amp_dtype is not None:
         mod = amp_ir.autocast(mod, args, amp_dtype=amp_dtype)
-    plan = lower(mod, memory_budget=budget_of(mod, 0.5)).plan
+    plan = lower(mod, memory_budget=budget_of(mod, 0.55)).plan
     assert plan.chunked_losses
     # Neither the scores nor a chunk of them have as many bytes; without AVX-512 oneDNN asks for a
     # workspace of as many.

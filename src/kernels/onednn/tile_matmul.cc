@@ -65,20 +65,20 @@ TileMatmul::TileMatmul(const StridedTensor& a, const StridedTensor& b, const Str
       is_low_(IsBfloat16(out.dtype)),
       a_stride_(a.strides[a_has_rows_ ? 0 : 1]),
       b_stride_(b.strides[b_has_rows_ ? 0 : 1]),
-      out_stride_(out.strides[0]),
-      threads_(threads) {
+      out_stride_(out.strides[0]) {
   const int64_t parts = Parts(rows_, columns_, terms_);
   block_terms_ = terms_ <= kFewTerms ? DivideUp(terms_, kTileTerms) * kTileTerms : kTerms;
   part_terms_ = DivideUp(DivideUp(terms_, parts), block_terms_) * block_terms_;
   parts_ = DivideUp(terms_, part_terms_);
   int64_t down = DivideUp(rows_, kMostRows), across = DivideUp(columns_, kMostColumns);
-  while (!IsBalanced(down * across * parts_, threads_) && parts_ == 1) {
+  while (!IsBalanced(down * across * parts_, threads) && parts_ == 1) {
     const int64_t high = rows_ / down, wide = columns_ / across;
     if (std::max(high, wide) < kLeastExtent) break;
     ++(2 * high > wide ? down : across);
   }
   block_rows_ = DivideUp(DivideUp(rows_, down), kPanel) * kPanel;
   block_columns_ = DivideUp(DivideUp(columns_, across), kPanel) * kPanel;
+  threads_ = static_cast<int>(std::min<int64_t>(threads, row_blocks() * column_blocks() * parts_));
 }
 
 int64_t TileMatmul::row_blocks() const { return DivideUp(rows_, block_rows_); }
