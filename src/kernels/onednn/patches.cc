@@ -60,10 +60,6 @@ void Patches::Gather(const uint16_t* image, uint16_t* matrix) const {
         steps[t] = is_inside ? channel_stride_ : 0;
       }
       uint16_t* to = matrix + row * columns;
-      if (count == 1 && steps[0] == 1) {
-        std::copy_n(from[0], channels_, to);
-        continue;
-      }
       if (channel_column_ == 1) {
         for (int64_t t = 0; t < count; ++t, to += channels_) {
           if (steps[t] == 1) {

@@ -202,8 +202,7 @@ class BlockSum {
       return;
     }
     CopyRows<0>(b_ + column * m_.b_stride_ + first, m_.b_stride_, columns_ - column, count, pairs_);
-    TransposePairs(pairs_, tiles);
-    TransposePairs(pairs_ + kTileElements, tiles + kTileElements);
+    TransposeStep(pairs_, tiles);
   }
 
   AMP_IR_TILES_INLINE void MakeLeft(int64_t term, int64_t terms, int64_t down, int64_t step) {
@@ -215,8 +214,7 @@ class BlockSum {
       return;
     }
     PairRows<2 * kPanel>(a_ + first * m_.a_stride_ + row, m_.a_stride_, count, rows_ - row, pairs_);
-    TransposePairs(pairs_, tiles);
-    TransposePairs(pairs_ + kTileElements, tiles + kTileElements);
+    TransposeStep(pairs_, tiles);
   }
 
   AMP_IR_TILES_INLINE Finished At(int64_t down, int64_t panel, const float* sums) const {

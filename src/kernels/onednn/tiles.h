@@ -128,6 +128,12 @@ AMP_IR_TILES_INLINE inline void TransposePairs(const uint16_t* from, uint16_t* t
   for (int i = 0; i < 16; ++i) _mm512_store_si512(to + 32 * i, t[i]);
 }
 
+// Transposes both tiles of a step.
+AMP_IR_TILES_INLINE inline void TransposeStep(const uint16_t* from, uint16_t* to) {
+  TransposePairs(from, to);
+  TransposePairs(from + kTileElements, to + kTileElements);
+}
+
 // Adds `steps` products to a panel's four tiles of sums, or writes them there, and calls
 // `between(step)` after each: what that does takes no time while the tile unit is the slower.
 template <class Between>
