@@ -181,6 +181,39 @@ def normalizing(rows: int) -> tuple[torch.nn.Module, Any, torch.Tensor]:
     return model, mod, x
 
 
+def looking_up(entries: int, count: int) -> tuple[torch.nn.Embedding, Any, torch.Tensor]:
+    torch.manual_seed(entries)
+    table, ids = torch.nn.Embedding(entries, 128), torch.randint(0, entries, (count,))
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+
+    def step(ids):
+        loss = table(ids).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    mod, _ = amp_ir.trace_step(step, (ids,), model=table, optimizer=optimizer)
+    return table, mod, ids
+
+
+def test_tables_of_other_entries_have_one_kernel_of_gradients_for_any_number_of_ids():
+    def kernel(entries: int, count: int) -> list[str]:
+        step = open_kernels(pipeline.lower(looking_up(entries, count)[1]))
+        return [one.symbol for one in step.plan.calls if "embedding_backward" in str(one.ops)]
+
+    found = kernel(300, 64)
+    assert len(found) == 1 and found == kernel(4000, 1040)
+    for entries, count in ((300, 64), (4000, 1040)):
+        table, mod, ids = looking_up(entries, count)
+        wanted = copy.deepcopy(table)
+        wanted(ids).square().mean().backward()
+        amp_ir.compile(mod)(ids)
+        # Float32 sums of a few rows in another order.
+        torch.testing.assert_close(
+            table.weight.detach(), (wanted.weight - 0.1 * wanted.weight.grad).detach()
+        )
+
+
 @pytest.mark.parametrize(("rows", "others"), [(768, 512), (512, 384)], ids=["parts", "blocks"])
 def test_kernels_of_another_batch_have_one_name_and_other_arguments(rows: int, others: int):
     """Of 512 rows 16 parts have blocks of 16 rows, of 384 rows blocks of 12."""

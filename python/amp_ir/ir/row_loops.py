@@ -7,6 +7,8 @@ from typing import Any
 
 # The names of their variables begin with it.
 ROW = "row"
+# The names of variables of loops over numbers of rows, one of them at a time, begin with it.
+NUMBERS = ROW + "_number"
 # The names of variables of loops over blocks of a sum end with it.
 BLOCKS = "_block"
 
@@ -14,6 +16,11 @@ BLOCKS = "_block"
 def is_over_rows(loop: Any) -> bool:
     """Return whether a loop (`tirx.For`) of an emitted kernel runs over rows."""
     return bool(loop.loop_var.name.startswith(ROW))
+
+
+def is_over_numbers(loop: Any) -> bool:
+    """Return whether a loop (`tirx.For`) of an emitted kernel runs over numbers of rows."""
+    return bool(loop.loop_var.name.startswith(NUMBERS))
 
 
 def is_over_blocks(loop: Any) -> bool:

@@ -20,6 +20,9 @@ from amp_ir.errors import DeviceError, OptionError
 CPU_VARIABLE = "AMP_IR_LLVM_CPU"
 # What a CUDA step is compiled for where nothing says otherwise and no GPU is there to ask.
 DEFAULT_ARCH = "sm_80"
+# LLVM's optimisation level. Its third takes a tenth longer, and makes no kernel faster: they are in
+# vectors and blocks already. At its first, losses over a vocabulary take twice the time.
+_LLVM_LEVEL = 2
 _ARCH = re.compile(r"sm_(\d+)a?")
 # Kernels use bfloat16 tensor cores and asynchronous allocation-free reductions: Ampere on.
 _OLDEST = 80
@@ -52,7 +55,9 @@ class CompileTarget:
         """Return the target in the form of TVM's code generation."""
         if not self.is_cuda:
             features = [*(f"+{one}" for one in self.features), *_unused_features()]
-            return tvm.target.Target({"kind": "llvm", "mcpu": self.arch, "mattr": features})
+            return tvm.target.Target(
+                {"kind": "llvm", "mcpu": self.arch, "mattr": features, "opt-level": _LLVM_LEVEL}
+            )
         # The host part only launches: any CPU of this machine's kind may run it.
         return tvm.target.Target({"kind": "cuda", "arch": self.arch}, host="llvm")
 

@@ -27,7 +27,7 @@ from tvm.ir import Range, TensorLoad
 from tvm.tirx import For, ForKind
 
 from amp_ir.ir.memory_plan import PlannedStep
-from amp_ir.ir.row_loops import is_over_blocks, is_over_rows
+from amp_ir.ir.row_loops import ROW, is_over_blocks, is_over_numbers, is_over_rows
 from amp_ir.vm.loop_nests import LoopNests
 
 # Elements of every tensor of an opened kernel, as far as TVM knows: its real size may change.
@@ -129,8 +129,8 @@ def _with_extents(
 def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     """Return a kernel with parameters for its outer extents, and their values.
 
-    Opened are the extents of loops over rows of vectors, over blocks of a row, and of parallel
-    loops, and the numbers in the indices of their variables; where rows have at least 96 elements,
+    Opened are the extents of loops over rows of vectors, over numbers of rows, over blocks of a
+    row, and of parallel loops, and the numbers in the indices of their variables; where rows have at least 96 elements,
     or one thread runs the kernel, also the number of vectors of a row. Of kernels of at most 512
     elements, every extent but a vector's is opened, and every int32 of an index.
 
@@ -192,7 +192,11 @@ class _Opening:
         """Return the body with numbers replaced by parameters."""
         callbacks: list[tuple[Any, Callable[..., Any]]] = [(For, self._loop)]
         if not self._parallel_only:
-            callbacks += [(_BINARY, self._expression), (_COMPARES, self._comparison)]
+            callbacks += [
+                (_BINARY, self._expression),
+                (_COMPARES, self._comparison),
+                (tirx.Bind, self._bound),
+            ]
         return tvm_ffi.structural_mutate(self._kernel.body, callbacks)
 
     def _loop(self, loop: For, mutator: Any) -> For:
@@ -217,7 +221,11 @@ class _Opening:
     def _is_outer(self, loop: For) -> bool:
         if loop.kind == ForKind.PARALLEL:
             return True
-        if self._parallel_only or loop not in self._nests.of_vectors:
+        if self._parallel_only:
+            return False
+        if is_over_numbers(loop):
+            return True
+        if loop not in self._nests.of_vectors:
             return False
         if is_over_rows(loop) or (self._with_blocks and is_over_blocks(loop)):
             return True
@@ -228,6 +236,12 @@ class _Opening:
         is_serial = loop.kind != ForKind.PARALLEL
         is_block = is_serial and loop.loop_var not in self._steps and int(loop.extent) == _BLOCK
         return self._is_long_in_block or not is_block
+
+    def _bound(self, found: tirx.Bind, mutator: Any) -> tirx.Bind:
+        """Take a number of a row that was read as one that a loop runs to."""
+        if found.var.name.startswith(ROW):
+            self._rows.add(found.var)
+        return mutator.default_mutate(found)
 
     def _expression(self, found: Any, mutator: Any) -> Any:
         """Open a number computed from rows alone; leave a short row's length a number."""

@@ -9,7 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx import For, ForKind
 
-from amp_ir.ir.row_loops import ROW
+from amp_ir.ir.row_loops import NUMBERS, ROW
 from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops import math as m
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, task_buffer
@@ -83,7 +83,8 @@ def _started(table: TableSum) -> tirx.Stmt:
 
 def _each_item(table: TableSum, body: Any, order: Any = None) -> tirx.Stmt:
     """Emit `body(item, id)` for each item that counts; `order(step)` says which one comes when."""
-    step, item, id_ = (tirx.Var(name, "int32") for name in ("step", "item", "id"))
+    names = (NUMBERS, "item", f"{ROW}_of_table")
+    step, item, id_ = (tirx.Var(name, "int32") for name in names)
     statements = [
         tirx.Bind(item, step if order is None else order(step)),
         tirx.Bind(id_, table.id_of(item)),
@@ -105,7 +106,7 @@ def _added(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
     """Emit the sums: a task has some columns of the ids that begin at every `_PARTS`th item."""
     count, width = table.ids.spec.size, table.out.spec.shape[1]
     block = _BLOCK if width % _BLOCK == 0 else width
-    names = ("task", "step", "start", "item", "id")
+    names = ("task", "visit", "start", "item", f"{ROW}_of_table")
     task, step, start, item, id_ = (tirx.Var(name, "int32") for name in names)
     dtype = compute_dtype(table.out.spec.dtype)
     total, now = task_buffer(block, dtype, "total"), task_buffer(1, "int32", "now")
