@@ -24,7 +24,7 @@ from amp_ir.ir.dataflow import Dataflow
 from amp_ir.ir.dispatch_log import DispatchLog, DispatchNote
 from amp_ir.ir.library_call import LibraryMatmul, read
 from amp_ir.ir.step_module import OutputSpec, Role
-from compiled_steps import assert_compiled_alike, compile_training
+from compiled_steps import assert_compiled_alike
 from relax_functions import build
 from step_comparison import Training
 
@@ -40,12 +40,6 @@ pytestmark = pytest.mark.skipif(
 def with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose as on a CPU with AMX; PyTorch's calls are right on any."""
     monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: True)
-
-
-@pytest.fixture(autouse=True)
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose as for the threads that sizes were measured with; runs have their own."""
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
 
 
 def product(
@@ -73,19 +67,9 @@ def libraries_of(ir: tvm.IRModule) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "dtype", "given", "library"),
     [
-        # The gradients of a ViT's and a Llama's activations.
-        ((1576, 768, 3072), "bfloat16", {}, "torch"),
-        ((1576, 3072, 768), "bfloat16", {}, "torch"),
-        ((512, 1024, 2816), "bfloat16", {}, "torch"),
-        ((512, 2816, 1024), "bfloat16", {}, "onednn"),
-        # Of a BERT's, with 1024 rows, PyTorch takes up to 1.7 times as long.
-        ((1024, 768, 3072), "bfloat16", {}, "onednn"),
-        ((1024, 768, 768), "bfloat16", {}, "onednn"),
-        ((1024, 3072, 768), "bfloat16", {}, "torch"),
-        # A stored transpose: the forward pass of a layer without a bias.
-        ((2048, 1024, 1024), "bfloat16", {"turns": "b"}, "torch"),
-        ((2048, 32000, 1024), "bfloat16", {"turns": "b"}, "onednn"),
-        # The gradient of a weight is float32's, which PyTorch does not make of low operands.
+        # In bfloat16 there is a kernel of ours.
+        ((1576, 3072, 768), "bfloat16", {}, "onednn"),
+        ((2048, 1024, 1024), "bfloat16", {"turns": "b"}, "onednn"),
         ((3072, 768, 1576), "bfloat16", {"turns": "a", "out": "float32"}, "onednn"),
         ((3072, 768, 1576), "float32", {"turns": "a"}, "torch"),
         ((1024, 768, 768), "float32", {}, "torch"),
@@ -106,7 +90,7 @@ def test_sizes_that_pytorch_multiplies_faster_move(
 
 
 def test_the_call_stays_the_same_but_for_the_library() -> None:
-    before = dispatch(product(2048, 1024, 1024, "bfloat16", turns="b"))
+    before = dispatch(product(2048, 1024, 1024, "float32"))
     after = move_matmuls(before, LIBRARIES)
     text = before.script().replace("amp_ir.onednn.matmul", "amp_ir.torch.matmul")
     assert text != before.script()
@@ -115,21 +99,14 @@ def test_the_call_stays_the_same_but_for_the_library() -> None:
 
 @pytest.mark.parametrize("libraries", [("onednn",), ("torch",)])
 def test_a_user_of_one_library_keeps_it(libraries: tuple[str, ...]) -> None:
-    ir = dispatch(product(2048, 1024, 1024, "bfloat16"))
+    ir = dispatch(product(2048, 1024, 1024, "float32"))
     assert libraries_of(move_matmuls(ir, libraries)) == ["onednn"]
 
 
 def test_without_amx_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("amp_ir.host.native.has_amx", lambda: False)
-    ir = dispatch(product(2048, 1024, 1024, "bfloat16"))
+    ir = dispatch(product(2048, 1024, 1024, "float32"))
     assert move_matmuls(ir, LIBRARIES) is ir
-
-
-def test_more_threads_need_larger_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.get_num_threads", lambda: 16)
-    small, large = (dispatch(product(n, 4096, 4096, "bfloat16")) for n in (2048, 4096))
-    assert libraries_of(move_matmuls(small, LIBRARIES)) == ["onednn"]
-    assert libraries_of(move_matmuls(large, LIBRARIES)) == ["torch"]
 
 
 def test_sums_biases_and_batches_stay() -> None:
@@ -252,9 +229,8 @@ def batch(k: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(1536, 512, generator=torch.Generator().manual_seed(k)),)
 
 
-def moved_calls(made: Training, amp_dtype: str | None = None) -> int:
-    mod, args = amp_ir.trace_step(made.step, batch(0), model=made.model, optimizer=made.optimizer)
-    mod = mod if amp_dtype is None else amp_ir.autocast(mod, args, amp_dtype=amp_dtype)
+def moved_calls(made: Training) -> int:
+    mod, _ = amp_ir.trace_step(made.step, batch(0), model=made.model, optimizer=made.optimizer)
     return sum(note.calls for note in lower(mod).dispatched if note.reason == REASON)
 
 
@@ -262,22 +238,3 @@ def test_training_in_float32_is_pytorchs() -> None:
     # Of the second layer the gradients of its weight and of its input.
     assert moved_calls(network()) == 2
     assert_compiled_alike(network, batch, steps=3)
-
-
-def test_training_in_bfloat16_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries round each product once: after 3 steps the weights have moved alike."""
-    assert moved_calls(network(), "bfloat16") == 3  # both layers forward, one back
-    changes = []
-    for has_amx in (True, False):
-        monkeypatch.setattr("amp_ir.host.native.has_amx", lambda has_amx=has_amx: has_amx)
-        made = network()
-        before = [p.detach().clone() for p in made.model.parameters()]
-        step = compile_training(made, batch(0), "bfloat16")
-        for k in range(3):
-            step(*batch(k))
-        after = made.model.parameters()
-        changes.append([(new.detach() - old) for new, old in zip(after, before, strict=True)])
-    for moved, kept in zip(*changes, strict=True):
-        # Adam's first steps are near lr times the sign of a gradient, and some signs of the
-        # smallest are another where sums of low values have another order.
-        assert (moved - kept).norm() <= 0.05 * kept.norm()

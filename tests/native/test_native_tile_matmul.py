@@ -62,6 +62,10 @@ LAYOUTS = ["columns rows", "rows rows", "rows columns", "columns columns"]
 @example(rows=512, columns=768, terms=64, gap=0, layout=LAYOUTS[1])  # oneDNN has it without AMX
 @example(rows=64, columns=3072, terms=250, gap=3, layout=LAYOUTS[1])
 @example(rows=128, columns=2048, terms=64, gap=0, layout=LAYOUTS[2])
+@example(rows=300, columns=534, terms=768, gap=1, layout=LAYOUTS[2])  # one more than a block
+@example(rows=257, columns=401, terms=1024, gap=0, layout=LAYOUTS[1])  # b's tiles are made once
+@example(rows=257, columns=400, terms=1025, gap=3, layout=LAYOUTS[2])  # and of more terms, not
+@example(rows=4099, columns=256, terms=40, gap=0, layout=LAYOUTS[1])
 def test_products_and_sums_are_those_of_pytorch(rows, columns, terms, gap, layout):
     a, b, out = operands(rows, columns, terms, gap, layout)
     around = out._base.clone()
@@ -81,10 +85,63 @@ def test_products_and_sums_are_those_of_pytorch(rows, columns, terms, gap, layou
     assert (low[:, columns:] == 7).all()
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(16, 420),
+    columns=st.integers(256, 800),
+    terms=st.integers(32, 1300),
+    out_dtype=st.sampled_from([torch.float32, LOW]),
+    bias_dtype=st.sampled_from([torch.float32, LOW]),
+    layout=st.sampled_from(LAYOUTS),
+)
+@example(
+    rows=300, columns=300, terms=768, out_dtype=LOW, bias_dtype=LOW, layout=LAYOUTS[2]
+)  # a layer of a network
+@example(
+    rows=260, columns=577, terms=1100, out_dtype=LOW, bias_dtype=torch.float32, layout=LAYOUTS[1]
+)
+@example(
+    rows=260, columns=289, terms=64, out_dtype=torch.float32, bias_dtype=LOW, layout=LAYOUTS[0]
+)
+def test_a_bias_is_added_before_the_one_rounding(
+    rows, columns, terms, out_dtype, bias_dtype, layout
+):
+    a, b, _ = operands(rows, columns, terms, layout=layout)
+    # Large beside the product, so that a sum that was rounded before it would be seen.
+    bias = random(columns, dtype=bias_dtype) * 64
+    out = torch.full((rows, columns), float("nan"), dtype=out_dtype)
+    matmul("onednn", a, b, out, bias=bias)
+    expected = a.double() @ b.double() + bias.double()
+    assert relative_error(out, expected) <= (ROUNDED if out_dtype == LOW else TOLERANCE)
+
+
 @needs_amx
-@pytest.mark.parametrize("sizes", [(768, 770, 300), (70, 100, 16400), (90, 600, 2000)])
-def test_results_do_not_depend_on_the_number_of_threads(sizes):
-    a, b, _ = operands(*sizes)
+@pytest.mark.parametrize("layout", LAYOUTS[1:3])
+def test_large_layers_are_ours_with_their_bias(layout):
+    a, b, _ = operands(512, 600, 768, layout=layout)
+    native.function("amp_ir.onednn.clear_cache")()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        matmul("onednn", a, b, torch.zeros(512, 600, dtype=LOW), bias=random(600, dtype=LOW))
+    finally:
+        torch.set_num_threads(threads)
+    assert implementations() == ["matmul tiles"]
+
+
+@needs_amx
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ((768, 770, 300), LAYOUTS[0]),
+        ((70, 100, 16400), LAYOUTS[0]),
+        ((90, 600, 2000), LAYOUTS[0]),
+        ((800, 700, 768), LAYOUTS[1]),
+        ((800, 700, 3000), LAYOUTS[2]),
+    ],
+)
+def test_results_do_not_depend_on_the_number_of_threads(sizes, layout):
+    a, b, _ = operands(*sizes, layout=layout)
     native.function("amp_ir.onednn.clear_cache")()
     results, threads = [], torch.get_num_threads()
     try:

@@ -130,9 +130,10 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     """Return a kernel with parameters for its outer extents, and their values.
 
     Opened are the extents of loops over rows of vectors, over numbers of rows, over blocks of a
-    row, and of parallel loops, and the numbers in the indices of their variables; where rows have at least 96 elements,
-    or one thread runs the kernel, also the number of vectors of a row. Of kernels of at most 512
-    elements, every extent but a vector's is opened, and every int32 of an index.
+    row, and of parallel loops, and the numbers in the indices of their variables; where rows have
+    at least 96 elements, or one thread runs the kernel, also the number of vectors of a row. Of
+    kernels of at most 512 elements, every extent but a vector's is opened, and every int32 of an
+    index.
 
     LLVM 22 may compile a loop of unknown extent wrongly that reads at its counter modulo a power
     of two (https://github.com/llvm/llvm-project/issues/191382: the check that 8 counters in a row

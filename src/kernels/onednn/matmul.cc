@@ -23,11 +23,6 @@ constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 // Emerald Rapids with 2 threads, each beside the first choice in one run. "Low" is bfloat16 with
 // AMX; with avx512_bf16 alone nothing is gained.
 //
-// Copying an operand into oneDNN's own blocks before the call reads it once where the call itself
-// would read pieces of it for every block of the result; it needs a result that is long in the
-// other operand's direction. Low 4096 x 512 x 4096, the gradient of a weight: 0.86 of the time,
-// 2048 x 512 x 2048: 0.91; with half of either extent the copies cost what they save.
-constexpr int64_t kCopyExtent = 2048;
 // Float32 reads a row-major `b` where it is stored, unless its rows are a power of two long. Rows a
 // multiple of 4 KiB apart share cache sets: 1024 x 768 x 3072 takes 0.52 of the time with a copy.
 constexpr int64_t kAliasedColumns = 1024, kAliasedRows = 128;
@@ -268,7 +263,7 @@ class PlanBuilder {
   void Multiply() {
     const bool swaps = IsColumnMajor(out_.view) && !bias_ && !b_.layout;
     if (swaps && TryMultiply(Swap(b_), Swap(a_), Swap(out_))) return;
-    if (TryMultiplyTiles(a_, b_, out_, false) || TryMultiplyCopies()) return;
+    if (TryMultiplyTiles(a_, b_, out_, false) || TryMultiplyCopy()) return;
     SpreadRows();
     if (TryMultiply(a_, b_, out_) || TryMultiplyAside()) return;
     // Some layout has no fast implementation; plain row-major operands always have one.
@@ -323,11 +318,13 @@ class PlanBuilder {
 
   // By a kernel of ours, where it is faster; or `always` where it multiplies these at all.
   bool TryMultiplyTiles(const Operand& a, const Operand& b, const Operand& out, bool always) {
-    const bool is_plain = !b.layout && !bias_ && problem_.epilogue == Epilogue::kNone;
+    const bool is_plain = !b.layout && problem_.epilogue == Epilogue::kNone;
     if (!is_plain || !(always || TileMatmul::IsFaster(a.view, b.view, out.view))) return false;
     ScaledSum sum;
     if (sums_) sum = {true, factor_, total_};
-    return AddTileMatmul({{a.view, a.id}, {b.view, b.id}, {out.view, out.id}}, sum, plan_.get());
+    TileOperands operands{{a.view, a.id}, {b.view, b.id}, {out.view, out.id}};
+    if (bias_) operands.bias.emplace(TileOperands::Operand{bias_->view, bias_->id});
+    return AddTileMatmul(operands, sum, plan_.get());
   }
 
   // Whether oneDNN multiplies low operands without AMX where there is that: some sums of few terms,
@@ -337,34 +334,12 @@ class PlanBuilder {
     return UsesAmx(a_.view.dtype) && !names_amx;
   }
 
-  struct Copies {
-    bool a, b;
-  };
-
-  // Which operands are copied; those of low ones take at most a third of the result's bytes.
-  Copies ChooseCopies() const {
-    const StridedTensor &a = a_.view, &b = b_.view, &out = out_.view;
-    const bool is_plain = IsRowMajor(b) && !b_.layout;
-    bool copy_a = UsesAmx(a.dtype) && IsColumnMajor(a) && out.dims[1] >= kCopyExtent;
-    bool copy_b = UsesAmx(a.dtype) && is_plain && out.dims[0] >= kCopyExtent;
-    const int64_t copied = (copy_a ? NumBytes(a) : 0) + (copy_b ? NumBytes(b) : 0);
-    if (3 * copied > NumBytes(out)) copy_a = copy_b = false;
-    return {copy_a, copy_b || (is_plain && IsAliased(b, out.dims[0]))};
-  }
-
-  // The product of copies of one or both operands in the layouts that oneDNN chooses.
-  bool TryMultiplyCopies() {
-    const StridedTensor &a = a_.view, &b = b_.view, &out = out_.view;
-    if (a.rank != 2 || b.rank != 2) return false;
-    const auto [copy_a, copy_b] = ChooseCopies();
-    if (!copy_a && !copy_b) return false;
-    PrimitiveDesc pd = PrimitiveFor(copy_a ? AnyLayout(a) : LayoutOf(a_),
-                                    copy_b ? AnyLayout(b) : LayoutOf(b_), out);
-    if (MissesAmx(pd) && TryMultiplyTiles(a_, b_, out_, true)) return true;
-    if (!IsUsable(pd)) return false;
-    const Plan::Id left = copy_a ? Reordered(a_, pd.src_desc()) : a_.id;
-    const Plan::Id right = copy_b ? Reordered(b_, pd.weights_desc()) : b_.id;
-    return AddMatmul(pd, left, right, out_.id);
+  // The product of a copy of b in the layout that oneDNN chooses.
+  bool TryMultiplyCopy() {
+    const bool is_plain = b_.view.rank == 2 && IsRowMajor(b_.view) && !b_.layout;
+    if (!is_plain || !IsAliased(b_.view, out_.view.dims[0])) return false;
+    PrimitiveDesc pd = PrimitiveFor(LayoutOf(a_), AnyLayout(b_.view), out_.view);
+    return IsUsable(pd) && AddMatmul(pd, a_.id, Reordered(b_, pd.weights_desc()), out_.id);
   }
 
   // Copies those of `SumsRowsInPlace` whose rows share sets of the cache.

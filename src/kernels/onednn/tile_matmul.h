@@ -1,25 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matmuls in bfloat16 on AMX by a kernel of ours: first of all gradients of weights.
+// Matmuls in bfloat16 on AMX by a kernel of ours.
 #ifndef AMP_IR_KERNELS_TILE_MATMUL_H_
 #define AMP_IR_KERNELS_TILE_MATMUL_H_
 
 #include <cstdint>
+#include <optional>
 
+#include "onednn/block_sum.h"
 #include "onednn/plan.h"
 #include "tensors/strided_tensor.h"
 
 namespace amp_ir::onednn {
 
-// out [m, n] = beta * out + alpha * (a [m, k] @ b [k, n]); out is stored row after row, in float32
-// or bfloat16, a and b row after row or column after column.
+// out [m, n] = beta * out + alpha * (a [m, k] @ b [k, n]) + bias [n]; out is stored row after row,
+// in float32 or bfloat16, a and b row after row or column after column.
 //
 // AMX multiplies tiles of 16 rows by 32 terms and of 16 pairs of terms by 16 columns; oneDNN 3.2
-// spends as long on making such tiles of a transposed `a` as on multiplying them. Here a block of
-// the result is summed over 256 terms at a time. Those of b become tiles that stay in the cache of
-// the second level; those of 32 rows of a are made while the tiles of the 32 rows before are
-// multiplied, as are finished parts of the result written: the tile unit and the vector unit work
-// at the same time (the panels of Goto and van de Geijn, "Anatomy of High-Performance Matrix
-// Multiplication", 2008).
+// spends as long on making such tiles of a transposed matrix as on multiplying them. Here a block
+// of the result is summed over some terms at a time. The tiles of one operand stay in the cache of
+// the second level. Those of the other, the one that takes longer to make, are made 32 rows or
+// columns at a time while those before are multiplied, as are finished parts of the result
+// written: the tile unit and the vector unit work at the same time (the panels of Goto and van de
+// Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 //
 // Sums are float32's. Their order depends on the shapes alone, so results do not depend on the
 // number of threads.
@@ -32,27 +34,18 @@ class TileMatmul {
 
   TileMatmul(const StridedTensor& a, const StridedTensor& b, const StridedTensor& out, int threads);
   int64_t workspace_nbytes() const;
-  // `workspace` is aligned to 64 bytes. With a `beta` of 0 what is at `out` is not read; in
-  // bfloat16 alpha is 1 and beta 0.
-  void Run(const uint16_t* a, const uint16_t* b, void* out, float alpha, float beta,
-           char* workspace) const;
+  // `workspace` is aligned to 64 bytes. `bias` has a number for each column and 0 up to a multiple
+  // of 32, or is null. With a `beta` of 0 what is at `out` is not read; in bfloat16 alpha is 1 and
+  // beta 0.
+  void Run(const uint16_t* a, const uint16_t* b, const float* bias, void* out, float alpha,
+           float beta, char* workspace) const;
 
  private:
-  friend class BlockSum;
+  int64_t row_blocks() const { return DivideUp(shape_.rows, shape_.block_rows); }
+  int64_t column_blocks() const { return DivideUp(shape_.columns, shape_.block_columns); }
+  int64_t part_nbytes() const;
 
-  int64_t sums_nbytes() const;
-  int64_t thread_nbytes() const;
-  int64_t row_blocks() const;
-  int64_t column_blocks() const;
-  int64_t out_nbytes() const { return is_low_ ? 2 : 4; }
-
-  int64_t rows_, columns_, terms_;            // m, n, k
-  bool a_has_rows_, b_has_rows_;              // or columns, one after the other
-  bool is_low_;                               // the result
-  int64_t a_stride_, b_stride_, out_stride_;  // elements from one of them to the next
-  int64_t block_rows_, block_columns_;        // of a task
-  int64_t block_terms_;                       // summed at a time
-  int64_t parts_, part_terms_;                // tasks that share a block, and the terms of each
+  BlockShape shape_;
   int threads_;
 };
 
@@ -62,6 +55,7 @@ struct TileOperands {
     Plan::Id id;
   };
   Operand a, b, out;
+  std::optional<Operand> bias = std::nullopt;
 };
 
 // out = total * (out + factor * product), where `factor` and `total` are float32 arguments or -1,
