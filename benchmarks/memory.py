@@ -3,12 +3,12 @@
 
 Two tables, printed and saved under benchmarks/results/ row by row. Peaks: planned, its lower bound,
 measured, and PyTorch eager's (under torch.autocast for bfloat16). Measured is the rise of the
-resident set during two steps, in a separate process, plus the bytes of parameters and batch that
-were allocated before. Budgets: whether `memory_budget` at a share of the bytes that are not state
-is met, else the smallest that is; the calls that are recomputed for it, and the chunks of the loss;
-and, where the step is run, its time beside that without a budget, in turns. A share of all bytes
-would require less than the state alone (0.60 of bert1's peak, 0.72 of a deep GPT-2's), which no
-compiler can free.
+resident set during two steps, in a process of its own (benchmarks/peak.py), plus the bytes of the
+state and the batch that were allocated before. Budgets: whether `memory_budget` at a share of the
+bytes that are not state is met, else the smallest that is; the calls that are recomputed for it,
+and the chunks of the loss; and, where the step is run, its time beside that without a budget, in
+turns. A share of all bytes would require less than the state alone (0.60 of bert1's peak, 0.72 of a
+deep GPT-2's), which no compiler can free.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -32,17 +31,14 @@ from amp_ir.api import lower
 from amp_ir.demo.workloads import WORKLOADS, Training
 from amp_ir.errors import BudgetError
 from amp_ir.files.atomic_file import write_text
-from amp_ir.ir.step_module import StepModule
 from benchmarks.chosen_names import check_names
-from benchmarks.peers import peer_step
+from benchmarks.peak import MEBIBYTE, OURS, captured, measured_peak
 from benchmarks.record import RESULTS, describe_machine
-from benchmarks.resident import measured_bytes, tensors_of
 
 NAMES = ("bert1", "mlp", "gpt2", "resnet50", "ssd", "lstm")
 # These are run within a budget; a GPT-2 of many layers is compiled only.
 BUDGETED = ("bert1", "resnet50")
 DTYPES = ("float32", "bfloat16")
-MEBIBYTE = 2**20
 
 
 @attrs.frozen
@@ -83,13 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.6], metavar="SHARE")
     parser.add_argument("--only", choices=("peaks", "budgets"), help="one of the two tables")
     parser.add_argument("--layers", type=int, default=12, help="of the GPT-2 that is compiled only")
-    parser.add_argument("--measure", nargs=2, metavar=("WHO", "DTYPE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     check_names(parser, chosen.workloads, NAMES, "workload")
     names = chosen.workloads or list(NAMES)
-    if chosen.measure:
-        print(_measured(names[0], *chosen.measure, small=chosen.small))
-        return
     if chosen.only != "budgets":
         peaks: list[Peak] = []
         for name in names:
@@ -105,43 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Console(width=110).print(budget_table(budgets))
 
 
-def captured(training: Training, dtype: str) -> tuple[StepModule, tuple[Any, ...]]:
-    """Return the step of a training, with casts except in float32."""
-    mod, args = amp_ir.trace_step(
-        training.step, training.batch, model=training.model, optimizer=training.optimizer
-    )
-    return (mod if dtype == "float32" else amp_ir.autocast(mod, args, amp_dtype=dtype)), args
-
-
 def measure_peak(name: str, dtype: str, *, small: bool) -> Peak:
-    """Measure the peaks of one workload in one dtype, each in a separate process."""
-    plan = lower(captured(WORKLOADS[name].make(small=small), dtype)[0]).plan
-    measured = {who: _in_a_process(name, who, dtype, small) for who in ("ours", "eager")}
+    """Measure the peaks of one workload in one dtype.
+
+    Raises:
+        PeakError: as `measured_peak`.
+    """
+    plan = lower(captured(WORKLOADS[name].make(small=small), dtype)).plan
+    measured = {who: measured_peak(name, dtype, who, small=small) for who in (OURS, "eager")}
     bound = plan.peak_bytes - plan.arena_bytes + plan.lower_bound_bytes
     tell(f"{name} {dtype}: peaks measured")
-    return Peak(name, dtype, plan.peak_bytes, bound, measured["ours"], measured["eager"])
-
-
-def _in_a_process(name: str, who: str, dtype: str, small: bool) -> int:
-    command = [sys.executable, "-m", "benchmarks.memory", name, "--measure", who, dtype]
-    done = subprocess.run(command + ["--small"] * small, check=True, capture_output=True, text=True)
-    return int(done.stdout.splitlines()[-1])
-
-
-def _measured(name: str, who: str, dtype: str, *, small: bool) -> int:
-    """Return the peak of the bytes that a training uses."""
-    _step(WORKLOADS["mlp"].make(small=True), who, dtype)()  # code that any step needs
-    training = WORKLOADS[name].make(small=small)
-    step = _step(training, who, dtype)
-    return measured_bytes(step, list(tensors_of(training, with_optimizer=who == "ours")))
-
-
-def _step(training: Training, who: str, dtype: str) -> Callable[[], Any]:
-    if who == "ours":
-        train = amp_ir.compile(captured(training, dtype)[0])
-        train.module.hooks.install_state()
-        return lambda: train(*training.batch)
-    return peer_step(training, dtype)
+    return Peak(name, dtype, plan.peak_bytes, bound, measured[OURS], measured["eager"])
 
 
 def measure_budgets(chosen: argparse.Namespace) -> Iterator[Budget]:
@@ -166,7 +132,7 @@ def tell(what: str) -> None:
 
 
 def _budget(name: str, training: Training, dtype: str, share: float) -> Budget:
-    mod, _ = captured(training, dtype)
+    mod = captured(training, dtype)
     free = lower(mod).plan
     budget = free.state_bytes + int(share * (free.peak_bytes - free.state_bytes))
     known = (name, dtype, share, free.state_bytes, free.peak_bytes, budget)
@@ -183,7 +149,7 @@ def _budget(name: str, training: Training, dtype: str, share: float) -> Budget:
 
 def _with_times(training: Training, dtype: str, row: Budget) -> Budget:
     """Run the step within the budget, or within the smallest that can be met, and without."""
-    mod, _ = captured(training, dtype)
+    mod = captured(training, dtype)
     budget = row.planned if row.planned is not None else row.least
     steps = [amp_ir.compile(mod), amp_ir.compile(mod, memory_budget=budget)]
     times: list[list[float]] = [[], []]

@@ -17,8 +17,8 @@ from amp_ir.demo.workloads import Training, Workload
 from amp_ir.ir.step_module import StepModule
 from amp_ir.runtime.call_times import time_calls
 from benchmarks.compiled_error import CompiledError, compiled_error
+from benchmarks.peak import FIRST_STEPS, MEBIBYTE, OURS, PeakError, captured, measured_peak
 from benchmarks.peers import COMPILED, Peer, Step, cold_compiler, layouts_of, make_peer, peer_name
-from benchmarks.resident import measured_bytes, tensors_of
 from benchmarks.speed_of_light import peak_trials, peaks_of, speed_of_light_milliseconds
 from benchmarks.workloads.further import ALL
 
@@ -29,14 +29,12 @@ COLUMNS = {
     "whole": "torch.compile with the backward pass in the graph of the forward pass, as a peer too",
     "autotune": 'torch.compile with mode="max-autotune" as a peer too; takes minutes to compile',
     "layouts": "torch.compile in both memory layouts, not only in the one that is eager's best",
-    "peak": "measured peaks of memory",
+    "peak": "measured peaks of memory, of each variant in a process of its own",
     "roofline": "the speed-of-light time as a share, at peak rates met between the steps; "
     "and the time outside of kernels",
     "error": "errors of the gradients against float64, in small shapes",
 }
 _TURN_MILLISECONDS = 20.0
-_FIRST_STEPS = 3  # PyTorch may compile again when an optimizer has made its state
-MEBIBYTE = 2**20
 Tell = Callable[[str], None]
 
 
@@ -51,7 +49,8 @@ class Row:
     bytes at that of a large copy, whichever is more; `peaks` are these rates, medians of trials
     that took turns with the steps: on a shared machine, the best rate ever measured says little
     about this minute. `outside_milliseconds` is the time of a call of the compiled step outside of
-    its kernels and library calls. `failed` says which of PyTorch's variants did not run, and why.
+    its kernels and library calls. `failed` says which of PyTorch's variants did not run, and which
+    peaks were not measured or are not to be believed ("peak of ours"), and why.
     """
 
     workload: str
@@ -159,7 +158,7 @@ class _Measurement:
             milliseconds=medians,
             compile_seconds={
                 name: seconds
-                + max(0.0, self.first_seconds[name] - _FIRST_STEPS * medians[name] / 1e3)
+                + max(0.0, self.first_seconds[name] - FIRST_STEPS * medians[name] / 1e3)
                 for name, seconds in self.built_seconds.items()
                 if name in medians and not name.startswith("eager")
             },
@@ -198,50 +197,51 @@ class _Measurement:
         if len(layouts) == 1 or "layouts" in self.asked.columns:
             return layouts
         variants = {layout: self.steps[peer_name("eager", layout)] for layout in layouts}
-        spent = in_turns(variants, _FIRST_STEPS)
+        spent = in_turns(variants, FIRST_STEPS)
         return (min(layouts, key=spent.__getitem__),)
 
     def _start_ours(self, training: Training) -> tuple[amp_ir.CompiledStep, StepModule]:
         self.tell("compiling ours")
         started = time.perf_counter()
-        mod, args = amp_ir.trace_step(
-            training.step, training.batch, model=training.model, optimizer=training.optimizer
-        )
-        if self.dtype != "float32":
-            mod = amp_ir.autocast(mod, args, amp_dtype=self.dtype)
+        mod = captured(training, self.dtype)
         train = amp_ir.compile(mod)
         seconds = time.perf_counter() - started
         train.module.hooks.install_state()
-        known = list(tensors_of(training, with_optimizer=True))
-        step = self._kept("ours", lambda: train(*training.batch))
-        if "peak" in self.asked.columns:
-            # Before any other step: the pages of the arena are not allocated yet.
-            self.measured["ours"] = measured_bytes(step, known)
-        self._take_first_steps("ours", seconds)
+        self._keep(OURS, lambda: train(*training.batch))
+        self._take_first_steps(OURS, seconds)
+        self._measure_peak(OURS)
         return train, mod
 
     def _start(self, peer: Peer) -> None:
         """Run PyTorch's step for the first times; torch.compile compiles here."""
         self.tell(f"first steps of {peer.name}")
-        step = self._kept(peer.name, peer.step)
+        self._keep(peer.name, peer.step)
         self._take_first_steps(peer.name, 0.0)
-        if "peak" in self.asked.columns:
-            # After them: the compiler's own memory is not that of a step.
-            known = list(tensors_of(peer.training, with_optimizer=True))
-            self.measured[peer.name] = measured_bytes(step, known)
+        self._measure_peak(peer.name, peer.variant, peer.layout)
 
-    def _kept(self, name: str, step: Step) -> Step:
-        """Return the step, which records its first loss: all variants must start with the same."""
+    def _measure_peak(self, name: str, variant: str = OURS, layout: str = "contiguous") -> None:
+        if "peak" not in self.asked.columns:
+            return
+        self.tell(f"peak of {name}, in a process of its own")
+        try:
+            # torch.compile finds what it compiled here in its cache of files.
+            self.measured[name] = measured_peak(
+                self.workload.name, self.dtype, variant, layout, small=self.asked.small
+            )
+        except PeakError as error:
+            self.failed[f"peak of {name}"] = str(error)
+
+    def _keep(self, name: str, step: Step) -> None:
+        """Keep the step, which records its first loss: all variants must start with the same."""
 
         def run() -> None:
             self.losses.setdefault(name, float(step()))
 
         self.steps[name] = run
-        return run
 
     def _take_first_steps(self, name: str, seconds: float) -> None:
         started = time.perf_counter()
-        for _ in range(_FIRST_STEPS):
+        for _ in range(FIRST_STEPS):
             self.steps[name]()
         self.built_seconds[name] = seconds
         self.first_seconds[name] = time.perf_counter() - started

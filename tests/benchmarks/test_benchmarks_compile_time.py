@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from benchmarks import compile_time
 from benchmarks.compile_time import Compiled, Row
+
+from amp_ir.demo.workloads import Training, Workload
 
 
 def test_every_stage_is_timed_and_deeper_programs_take_no_more_kernels_a_layer():
@@ -17,6 +20,19 @@ def test_every_stage_is_timed_and_deeper_programs_take_no_more_kernels_a_layer()
     assert min(one.seconds.values()) > 0
     assert one.processor_seconds > 0
     assert 0 < one.kernels <= three.kernels < 2 * one.kernels
+
+
+def test_state_that_compilation_makes_and_does_not_touch_is_no_memory_of_it(monkeypatch):
+    """Twice 16 MiB of moments, which a small compilation needs less than."""
+
+    def build(*, small, dropout):
+        model = torch.nn.Linear(2048, 2048)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return Training(model, optimizer, lambda x: model(x).mean(), (torch.ones(2, 2048),))
+
+    monkeypatch.setattr(compile_time, "workload_of", lambda name: Workload(name, "", build))
+    nbytes = compile_time.measure_ours("one layer", "float32", small=True)["nbytes"]
+    assert 0 < nbytes < 32 * 2**20
 
 
 def test_the_table_says_what_a_layer_takes_and_where_torch_was_stopped():
