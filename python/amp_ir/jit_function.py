@@ -55,6 +55,7 @@ def jit(
     opt_level: int = 3,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompute: bool = True,
     recompile_limit: int = DEFAULT_LIMIT,
     max_shapes: int = DEFAULT_SHAPES,
     precompile: Sequence[tuple[Any, ...]] = (),
@@ -84,7 +85,7 @@ def jit(
         step: as for `trace_step`, as are `model`, `optimizer` and `scaler`.
         amp_dtype: "float16", "bfloat16" (or torch's dtypes), or None for no casts.
         overrides: as for `autocast`, as are `policy` and `verbose`.
-        device: as for `compile`, as are `opt_level`, `rounding` and `memory_budget`.
+        device: as for `compile`; `opt_level`, `rounding`, `memory_budget`, `recompute` as well.
         recompile_limit: how many programs are kept for batches of the same structure, shapes and
             dtypes; a step that needs more emits one warning.
         max_shapes: for how many structures, shapes and dtypes of the batch programs are kept. The
@@ -199,6 +200,7 @@ def _jitted(
     opt_level: int,
     rounding: str,
     memory_budget: int | None,
+    recompute: bool,
     recompile_limit: int,
     max_shapes: int,
     precompile: Sequence[tuple[Any, ...]],
@@ -223,7 +225,7 @@ def _jitted(
         )
     find_policy(policy)
     check_rounding(rounding)
-    check_budget(memory_budget)
+    check_budget(memory_budget, recompute)
     check_opt_level(opt_level)
     check_limit("recompile_limit", recompile_limit)
     check_limit("max_shapes", max_shapes)
@@ -286,6 +288,7 @@ def _jitted(
             "opt_level": opt_level,
             "rounding": rounding,
             "memory_budget": memory_budget,
+            "recompute": recompute,
         },
     )
 

@@ -107,6 +107,7 @@ def lower(
     target: CompileTarget | None = None,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompute: bool = True,
     disable_fusion: bool = False,
     host_checks: HostChecks | None = None,
     hoist: PackHoister | None = None,
@@ -140,7 +141,11 @@ def lower(
     with stage("decompose", ordered, on_stage) as running:
         # From here on attention and recurrent layers are library calls or smaller ops.
         lower_body = functools.partial(
-            lower, target=target, rounding=rounding, disable_fusion=disable_fusion
+            lower,
+            target=target,
+            rounding=rounding,
+            recompute=recompute,
+            disable_fusion=disable_fusion,
         )
         # A packed weight is a copy, for which a budget has no memory.
         ir, bodies = lower_loops(ordered, lower_body, log, packs=memory_budget is None)
@@ -172,7 +177,7 @@ def lower(
                 bodies=bodies,
                 # A GPU's state is written as the queue comes to it.
                 keeps_state=not is_cuda,
-                reruns_cheaply=not is_cuda,
+                reruns_cheaply=recompute and not is_cuda,
             )
         return attrs.evolve(planned, dispatched=own_log.notes)
 

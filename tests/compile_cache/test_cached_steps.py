@@ -137,6 +137,8 @@ def test_a_memory_budget_is_held_and_is_another_program(folder):
     assert loaded.report.plan.peak_bytes == built.report.plan.peak_bytes <= budget
     reruns = [one.is_rerun for one in built.report.plan.calls]
     assert [one.is_rerun for one in loaded.report.plan.calls] == reruns
+    assert loaded.report.plan.recomputed == built.report.plan.recomputed
+    assert (built.report.plan.recomputed is not None) == any(reruns)
     assert any(reruns) == (budget < free.report.plan.peak_bytes)
     assert len(names(folder)) == 2
 

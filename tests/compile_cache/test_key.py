@@ -25,7 +25,9 @@ from amp_ir.compile_cache.key import digest_of, key_of
 from amp_ir.ir.target import cpu
 from cached_steps import TinyTraining, batch, is_loaded
 
-OPTIONS = {"device": "cpu", "opt_level": 3, "rounding": "fast", "memory_budget": None}
+OPTIONS = {
+    "device": "cpu", "opt_level": 3, "rounding": "fast", "memory_budget": None, "recompute": True
+}  # fmt: skip
 
 
 def never_low(args: Any, ret_type: Any, amp_dtype: str) -> Any:
@@ -99,9 +101,10 @@ def test_another_shape_has_another_key(usual):
 
 @pytest.mark.parametrize(
     "option",
-    [{"opt_level": 2}, {"rounding": "strict"}, {"memory_budget": 9_999}, {"memory_budget": 9_998}],
+    [{"opt_level": 2}, {"rounding": "strict"}, {"memory_budget": 9_999}, {"memory_budget": 9_998},
+     {"recompute": False}],
     ids=str,
-)
+)  # fmt: skip
 def test_every_option_is_part_of_it(option, usual):
     assert key(**option) != usual
 

@@ -16,9 +16,9 @@ MODEL = torch.nn.Linear(4, 4)
 X = torch.randn(2, 4)
 JIT = (
     "It takes step, model=, optimizer=, scaler=, amp_dtype=, overrides=, policy=, verbose=, "
-    "device=, opt_level=, rounding=, memory_budget=, recompile_limit=, max_shapes=, precompile=, "
-    "buckets=, pad=, pad_check=, on_overflow=, explain_below=, process_group=, data_parallel=, "
-    "comm_dtype=, bucket_cap_mb=, shard=, watch="
+    "device=, opt_level=, rounding=, memory_budget=, recompute=, recompile_limit=, max_shapes=, "
+    "precompile=, buckets=, pad=, pad_check=, on_overflow=, explain_below=, process_group=, "
+    "data_parallel=, comm_dtype=, bucket_cap_mb=, shard=, watch="
 )
 
 

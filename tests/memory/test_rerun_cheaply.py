@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.api import lower
+from amp_ir.errors import OptionError
 from amp_ir.ir import target as targets
 from amp_ir.ir.memory_plan import MemoryPlan
 from amp_ir.memory import rerun_cheaply
@@ -45,27 +48,76 @@ def reruns(plan: MemoryPlan) -> int:
     return sum(call.is_rerun for call in plan.calls)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, mod: Any) -> Any:
-    with monkeypatch.context() as patch:
-        patch.setattr(rerun_cheaply, "_MOST_TIME", -1.0)
-        return lower(mod)
-
-
-def test_a_large_step_holds_less_and_computes_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_step_holds_less_and_computes_the_same_bits() -> None:
     mod, args = layers(rows=4096)
-    free, planned = without(monkeypatch, mod), lower(mod)
+    free, planned = lower(mod, recompute=False), lower(mod)
     check_plan(planned.plan)
     assert not reruns(free.plan)
     assert reruns(planned.plan)
     assert planned.plan.peak_bytes < 0.95 * free.plan.peak_bytes
     report = amp_ir.memory_report(mod, args)
     assert report.reruns == reruns(planned.plan) > 1
-    told = f"{report.reruns} calls run a second time, so that less is held in between"
-    assert told in str(report).splitlines()
+    assert amp_ir.memory_report(mod, args, recompute=False).reruns == 0
     pairs = zip(results_of(mod, planned, args), results_of(mod, free, args), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_report_says_which_calls_run_again_and_what_that_saves_and_costs() -> None:
+    mod, args = layers(rows=4096)
+    free, report = (amp_ir.memory_report(mod, args, recompute=one) for one in (False, True))
+    again = report.recomputed
+    assert again is not None and free.recomputed is None and free.rerun_line() == ""
+    assert again.saved_nbytes == free.lower_bound_bytes - report.lower_bound_bytes > 0
+    # Some more than 2 % of the time, for three times that share of the peak.
+    saved_share = again.saved_nbytes / free.lower_bound_bytes
+    assert 0 < 3 * again.time_share < saved_share and again.time_share < 0.05
+    line = report.rerun_line()
+    saved = f"{again.saved_nbytes / 2**20:.1f} MiB less at the peak"
+    cost = f"{again.time_share:.1%} more of the estimated time"
+    assert line.startswith(f"{report.reruns} calls run a second time: {saved} for {cost}; ")
+    assert " x gelu" in line
+    assert line in " ".join(str(report).split()) and "calls run a second time" not in str(free)
+    marked = [one["is_rerun"] for one in json.loads(report.to_json())["timeline"]]
+    assert sum(marked) == report.reruns
+
+
+def test_what_a_budget_saves_is_told_in_the_same_words() -> None:
+    mod, args, _ = traced(None)
+    plan = lower(mod, recompute=False).plan
+    budget = plan.state_bytes + int(0.9 * (plan.peak_bytes - plan.state_bytes))
+    report = amp_ir.memory_report(mod, args, memory_budget=budget)
+    assert report.reruns and report.recomputed is not None
+    assert report.recomputed.saved_nbytes > 0 and report.recomputed.time_share > 0
+    assert f"{report.reruns} call" in report.rerun_line()
+
+
+@pytest.mark.parametrize("recompute", [0, "no", None])
+def test_a_value_that_recompute_does_not_have_is_refused(recompute: Any) -> None:
+    mod, _ = layers(rows=64)
+    message = f"recompute={recompute!r} is not known; expected True, or False for a step"
+    with pytest.raises(OptionError, match=re.escape(message)):
+        amp_ir.compile(mod, recompute=recompute)
+    with pytest.raises(OptionError, match=re.escape(message)):
+        amp_ir.jit(lambda x: x, model=nn.Linear(2, 2), recompute=recompute)
+
+
+def test_a_budget_without_second_runs_is_refused() -> None:
+    mod, _ = layers(rows=64)
+    message = r"recompute=False with memory_budget=1000000: a budget is held by running calls"
+    with pytest.raises(OptionError, match=message):
+        lower(mod, recompute=False, memory_budget=1_000_000)
+
+
+def test_a_compiled_step_and_a_jitted_one_take_the_option() -> None:
+    mod, _ = layers(rows=4096)
+    train, other = (amp_ir.compile(mod, recompute=one) for one in (False, True))
+    assert not reruns(train.report.plan) and reruns(other.report.plan)
+    # Its text is of the same program, which it makes again.
+    assert len(train.ir("memory").splitlines()) < len(other.ir("memory").splitlines())
+    model = nn.Linear(2, 2)
+    jitted = amp_ir.jit(lambda x: model(x).sum().detach(), model=model, recompute=False)
+    jitted(torch.ones(1, 2))
+    assert jitted.report.options["recompute"] is False
 
 
 def test_a_small_step_stays_as_it_is() -> None:

@@ -39,15 +39,17 @@ def profile_vm_model(
     disable_fusion: bool = False,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompute: bool = True,
 ) -> list[float]:
     """Return milliseconds a step: the mean of `number` steps, one entry for each of `repeat`.
 
-    `rounding` and `memory_budget` are as for `compile`. `disable_fusion` makes a kernel of each op
-    that is neither a view nor a library call (a bias stays part of its matmul): what fusion gains
-    is the difference. The steps run on copies of the state: parameters are as before afterwards.
+    `rounding`, `memory_budget` and `recompute` are as for `compile`. `disable_fusion` makes a
+    kernel of each op that is neither a view nor a library call (a bias stays part of its matmul):
+    what fusion gains is the difference. The steps run on copies of the state: parameters are as
+    before afterwards.
     """
     check_module(mod, "profile_vm_model")
-    options = {"rounding": rounding, "memory_budget": memory_budget}
+    options = {"rounding": rounding, "memory_budget": memory_budget, "recompute": recompute}
     program, _, batch = program_on_copies(
         mod, device, args, opt_level, disable_fusion=disable_fusion, **options
     )
@@ -65,6 +67,7 @@ def profile_kernels(
     opt_level: int = 3,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompute: bool = True,
 ) -> KernelProfile:
     """Time every kernel and library call of a step on this machine.
 
@@ -86,6 +89,7 @@ def profile_kernels(
         opt_level: as for `compile`.
         rounding: as for `compile`.
         memory_budget: as for `compile`.
+        recompute: as for `compile`.
 
     Raises:
         OptionError: an option has a value that it does not accept.
@@ -95,9 +99,8 @@ def profile_kernels(
         BudgetError: the budget cannot be held.
     """
     check_module(mod, "profile_kernels")
-    program, planned, batch = program_on_copies(
-        mod, device, args, opt_level, rounding=rounding, memory_budget=memory_budget
-    )
+    options = {"rounding": rounding, "memory_budget": memory_budget, "recompute": recompute}
+    program, planned, batch = program_on_copies(mod, device, args, opt_level, **options)
     flop = flop_of_calls(planned)
     if not target_of(device).is_cuda:
         peaks = measure_peaks()
@@ -140,18 +143,20 @@ def get_peak_memory(
     include_param: bool = True,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompute: bool = True,
 ) -> float:
     """Return the peak MiB of a step, from the memory plan; nothing is executed.
 
     Counts intermediates, the libraries' workspace, the batch and results; with `include_param` also
-    parameters, buffers, optimizer state and gradients that stay. `rounding` and `memory_budget` are
-    as for `compile`. `memory_report` says what the bytes are.
+    parameters, buffers, optimizer state and gradients that stay. `rounding`, `memory_budget` and
+    `recompute` are as for `compile`. `memory_report` says what the bytes are.
     """
     check_module(mod, "get_peak_memory")
     target = parse_target(device)
     if args is not None:
         batch_of(mod, args)
-    plan = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget).plan
+    options = {"rounding": rounding, "memory_budget": memory_budget, "recompute": recompute}
+    plan = lower(mod, target=target, **options).plan
     nbytes = plan.peak_bytes if include_param else plan.peak_bytes - plan.state_bytes
     return nbytes / 2**20
 
@@ -166,6 +171,7 @@ def trace_memory(
     disable_fusion: bool = False,
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompute: bool = True,
 ) -> list[tuple[str, float]]:
     """Return the ops of each call of a step, in order, and the MiB alive while it runs.
 
@@ -176,7 +182,7 @@ def trace_memory(
     check_module(mod, "trace_memory")
     if args is not None:
         batch_of(mod, args)
-    options = {"rounding": rounding, "memory_budget": memory_budget}
+    options = {"rounding": rounding, "memory_budget": memory_budget, "recompute": recompute}
     target = parse_target(device)
     plan = lower(mod, target=target, disable_fusion=disable_fusion, **options).plan
     fixed = plan.peak_bytes - plan.arena_bytes - (0 if include_param else plan.state_bytes)
@@ -213,6 +219,7 @@ def memory_report(
     device: str = "cpu",
     rounding: str = "fast",
     memory_budget: int | None = None,
+    recompute: bool = True,
 ) -> MemoryReport:
     """Report what a step holds in memory, when and why: `print` it, or take `to_json()`.
 
@@ -223,6 +230,7 @@ def memory_report(
         device: "cpu", "cuda" or an architecture ("sm_90"), which need not be here.
         rounding: as for `compile`.
         memory_budget: as for `compile`; not for `baseline`.
+        recompute: as for `compile`.
 
     Raises:
         OptionError: `mod` or `baseline` is not a StepModule, or no device has that name.
@@ -234,6 +242,7 @@ def memory_report(
     if baseline is not None:
         check_module(baseline, "memory_report(baseline=...)")
     target = parse_target(device)
-    before = None if baseline is None else lower(baseline, target=target, rounding=rounding).plan
-    planned = lower(mod, target=target, rounding=rounding, memory_budget=memory_budget)
+    options = {"target": target, "rounding": rounding, "recompute": recompute}
+    before = None if baseline is None else lower(baseline, **options).plan
+    planned = lower(mod, memory_budget=memory_budget, **options)
     return report_memory(planned.plan, before)

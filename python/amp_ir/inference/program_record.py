@@ -25,6 +25,7 @@ from amp_ir.inference.structure import (
     results_to_json,
 )
 from amp_ir.ir.built_step import BuiltStep
+from amp_ir.ir.options import lowering_options
 from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepModule
 from amp_ir.ir.target import CompileTarget, target_of
 from amp_ir.runtime.arena import Arena
@@ -55,8 +56,7 @@ def record_program(mod: StepModule, options: Mapping[str, Any], path: Path) -> P
     _refuse_gradients(mod)
     arguments, results = structures_of(mod.signature)
     target = target_of(options["device"])
-    lowering = {name: options[name] for name in ("rounding", "memory_budget")}
-    planned = lower(mod, target=target, **lowering)
+    planned = lower(mod, target=target, **lowering_options(options))
     executable = compile_executable(planned, target, opt_level=options["opt_level"])
     symbols = {call.symbol for call in planned.plan.calls if call.symbol.startswith(_NATIVE)}
     library = linked_library(executable, path)

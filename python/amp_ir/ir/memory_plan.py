@@ -141,6 +141,18 @@ class ChunkedLoss:
 
 
 @attrs.frozen
+class Recomputation:
+    """What the calls that run a second time save and cost.
+
+    `saved_nbytes` is what is alive at most before less that after, in the arena. `time_share` is an
+    estimate, which reads no clock: the time of the second runs over that of all first ones.
+    """
+
+    saved_nbytes: int
+    time_share: float
+
+
+@attrs.frozen
 class MemoryPlan:
     """The storage of all values: `arena_bytes` for intermediates; state and results are apart.
 
@@ -148,7 +160,8 @@ class MemoryPlan:
     smaller. `intervals` are the live intervals in the arena; `values` is everything that is
     stored, wherever it is; `calls` are what the step runs, in order; `library_bytes` is what
     libraries allocate from the system themselves and keep; `chunked_losses` is what a
-    `memory_budget` computes in chunks of rows; `writes` is when the step writes its state.
+    `memory_budget` computes in chunks of rows; `writes` is when the step writes its state;
+    `recomputed` is what its second runs of calls save and cost, None where there are none.
     """
 
     arena_bytes: int
@@ -162,6 +175,7 @@ class MemoryPlan:
     calls: tuple[PlannedCall, ...] = attrs.field(default=(), repr=False)
     chunked_losses: tuple[ChunkedLoss, ...] = ()
     writes: StateWrites = attrs.field(factory=StateWrites, repr=False)
+    recomputed: Recomputation | None = None
 
     splits = Renamed("chunked_losses")
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -40,14 +40,34 @@ def check_rounding(rounding: str) -> None:
         raise OptionError(f"rounding={rounding!r} is not known; expected {accepted}")
 
 
-def check_budget(memory_budget: Any) -> None:
-    """Refuse a budget that is not a positive number of bytes; None is no limit."""
+def check_budget(memory_budget: Any, recompute: Any = True) -> None:
+    """Refuse a budget that is not a positive number of bytes; None is no limit.
+
+    `recompute` is True or, without a budget, False.
+    """
     is_number = isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
     if memory_budget is not None and not (is_number and memory_budget > 0):
         raise OptionError(
             f"memory_budget={memory_budget!r} is not a number of bytes; expected a positive int, "
             "such as 2 * 2**30 for 2 GiB, or None"
         )
+    if not isinstance(recompute, bool):
+        raise OptionError(
+            f"recompute={recompute!r} is not known; expected True, or False for a step that runs "
+            "no call a second time"
+        )
+    if not recompute and memory_budget is not None:
+        raise OptionError(
+            f"recompute=False with memory_budget={memory_budget}: a budget is held by running "
+            "calls a second time; leave one of the two out"
+        )
+
+
+def lowering_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of a compilation that `lower` takes, too."""
+    names = ("rounding", "memory_budget", "recompute")
+    # A file of amp_ir 0.1 has fewer.
+    return {name: options[name] for name in names if name in options}
 
 
 def batch_of(mod: StepModule, args: Any) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from amp_ir.ir.memory_plan import (
     MemoryRole,
     PlannedCall,
     PlannedValue,
+    Recomputation,
     StateWrites,
 )
 
@@ -45,6 +46,7 @@ def plan_to_json(plan: MemoryPlan) -> dict[str, Any]:
             _row(one, location=places.number(one.location)) for one in plan.chunked_losses
         ],
         "writes": attrs.asdict(plan.writes),
+        "recomputed": None if plan.recomputed is None else attrs.asdict(plan.recomputed),
         "locations": [_row(one) for one in places.found],
     }
 
@@ -53,6 +55,7 @@ def plan_from_json(data: dict[str, Any]) -> MemoryPlan:
     """Return the plan that `plan_to_json` described."""
     places = [Location(*one) for one in data["locations"]]
     at = places.__getitem__
+    recomputed = data.get("recomputed")  # a file of amp_ir 0.1 does not say
     return MemoryPlan(
         **{name: data[name] for name in _NUMBERS},
         intervals=tuple(
@@ -71,6 +74,7 @@ def plan_from_json(data: dict[str, Any]) -> MemoryPlan:
             ChunkedLoss(at(place), *numbers) for place, *numbers in data["chunked_losses"]
         ),
         writes=StateWrites(**{**data["writes"], "kept": tuple(data["writes"]["kept"])}),
+        recomputed=None if recomputed is None else Recomputation(**recomputed),
     )
 
 

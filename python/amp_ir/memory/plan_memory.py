@@ -7,12 +7,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
 import tvm
 import tvm_ffi
 
 from amp_ir.errors import BudgetError
 from amp_ir.host import native
-from amp_ir.ir.memory_plan import Interval, MemoryPlan, PlannedStep
+from amp_ir.ir.memory_plan import Interval, MemoryPlan, PlannedStep, Recomputation
 from amp_ir.ir.step_module import InputSpec, OutputSpec
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES, dtype_nbytes
 from amp_ir.memory.bucket_ranges import BucketRange, find_buckets, spans_of_buckets
@@ -23,6 +24,7 @@ from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.order_collectives import order_collectives
 from amp_ir.memory.rematerialize import Rematerialization
 from amp_ir.memory.rerun_cheaply import rerun_cheaply
+from amp_ir.memory.rerun_cost import rerun_share
 from amp_ir.memory.roles import planned_calls, planned_values
 from amp_ir.memory.state_writes import state_writes
 from amp_ir.memory.write_planned import CopyKernel, Destinations, write_planned
@@ -69,6 +71,7 @@ def plan_memory(
     order_calls(live)
     if memory_budget is None and merger is not None:
         ir = fuse_input_kernels(ir, live, merger)
+    most = live.most
     if memory_budget is None and reruns_cheaply:
         live = rerun_cheaply(live)
         program = live.program
@@ -77,6 +80,7 @@ def plan_memory(
     plan = planner.run()
     if memory_budget is not None and plan.peak_bytes > memory_budget:
         planner, plan = _plan_within(live, new_planner, plan, memory_budget)
+    plan = attrs.evolve(plan, recomputed=_recomputed(live, most))
     planned = write_planned(
         ir, program, planner.destinations, plan.arena_bytes, copy_kernel, bodies
     )
@@ -116,6 +120,14 @@ def _plan_within(
         elif plan.lower_bound_bytes + outside > budget or not again.lower():
             break
     raise BudgetError(_budget_message(least, budget), least.peak_bytes)
+
+
+def _recomputed(live: Liveness, most: int) -> Recomputation | None:
+    """Return what second runs of calls save and cost; `most` bytes were alive without them."""
+    calls = live.program.calls
+    if not any(call.is_rerun for call in calls):
+        return None
+    return Recomputation(most - live.most, rerun_share(calls))
 
 
 def _forget_plan(live: Liveness) -> None:

@@ -9,7 +9,7 @@ from amp_ir.memory.buffers import BufferizedStep, Call
 from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.rematerialize import Rematerialization
-from amp_ir.memory.rerun_cost import rerun_milliseconds
+from amp_ir.memory.rerun_cost import rerun_share
 
 # Of a step's estimated time, what running calls again may take.
 _MOST_TIME = 0.02
@@ -34,11 +34,9 @@ def rerun_cheaply(live: Liveness) -> Liveness:
     other = Liveness(_copy(live.program), live.outputs)
     order_calls(other, together=True)
     again = Rematerialization(other)
-    milliseconds = sum(map(rerun_milliseconds, live.program.calls))
     share = 0.0
     while share < _MOST_TIME and again.lower_peak():
-        spent = (rerun_milliseconds(call) for call in other.program.calls if call.is_rerun)
-        share = sum(spent) / milliseconds
+        share = rerun_share(other.program.calls)
     state = sum(buffer.nbytes for buffer in live.program.inputs)
     saved = (live.most - other.most) / (state + live.most)
     return other if saved > _LEAST_GAIN * share else live

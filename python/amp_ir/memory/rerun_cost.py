@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from amp_ir.ir.library_call import read
 from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.memory.buffers import Call
@@ -19,6 +21,14 @@ def rerun_milliseconds(call: Call) -> float:
     if call.rerun_milliseconds is None:
         call.rerun_milliseconds = _estimate(call)
     return call.rerun_milliseconds
+
+
+def rerun_share(calls: Iterable[Call]) -> float:
+    """Return the estimated time of the calls that run again over that of all the others."""
+    spent = {False: 0.0, True: 0.0}
+    for call in calls:
+        spent[call.is_rerun] += rerun_milliseconds(call)
+    return spent[True] / max(spent[False], _CALL_MILLISECONDS)
 
 
 def _estimate(call: Call) -> float:

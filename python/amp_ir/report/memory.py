@@ -14,10 +14,11 @@ from rich.table import Table
 
 from amp_ir.deprecation import Renamed
 from amp_ir.files.strict_json import strict_json
-from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedValue
+from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedValue, Recomputation
 
 _SHOWN_VALUES = 12
 _TIMELINE_BARS = 24
+_SHOWN_RERUNS = 6
 
 
 @attrs.frozen
@@ -36,7 +37,10 @@ class HeldValue:
 
 @attrs.frozen
 class Moment:
-    """One call of the step, and the bytes of each role that are alive while it runs."""
+    """One call of the step, and the bytes of each role that are alive while it runs.
+
+    `is_rerun` marks a call that runs a second time instead of its results being held.
+    """
 
     call: str
     ops: tuple[str, ...]
@@ -44,6 +48,7 @@ class Moment:
     phase: str
     nbytes: int
     nbytes_by_role: Mapping[str, int]
+    is_rerun: bool = False
 
 
 @attrs.frozen
@@ -86,7 +91,8 @@ class MemoryReport:
     and by dtype are those of that moment and add up to `lower_bound_bytes`. `chunked_losses` are
     those computed in chunks of rows for a `memory_budget`, `sent_nbytes` the bytes of each bucket
     that ranks exchange: a range of the arena from its first gradient to its last use. `reruns` is
-    the number of calls that run a second time instead of their results being held.
+    the number of calls that run a second time instead of their results being held, `recomputed`
+    what that saves and costs; `timeline` marks them.
     """
 
     peak_bytes: int
@@ -101,6 +107,7 @@ class MemoryReport:
     chunked_losses: tuple[ChunkedLoss, ...] = ()
     sent_nbytes: tuple[int, ...] = ()
     reruns: int = 0
+    recomputed: Recomputation | None = None
 
     splits = Renamed("chunked_losses")
 
@@ -127,9 +134,8 @@ class MemoryReport:
             buckets = "1 bucket" if count == 1 else f"{count} buckets"
             total = mebibytes(sum(self.sent_nbytes))
             parts.append(f"ranks exchange {buckets}, {total} in the arena")
-        if self.reruns:
-            calls = "1 call runs" if self.reruns == 1 else f"{self.reruns} calls run"
-            parts.append(f"{calls} a second time, so that less is held in between")
+        if self.recomputed is not None:
+            parts.append(escape(self.rerun_line()))
         parts.append("")
         parts += [_role_table(self), "", _live_table(self), "", _timeline_table(self)]
         if self.balance is not None:
@@ -153,6 +159,19 @@ class MemoryReport:
             f"state {mebibytes(self.state_bytes)}"
         )
 
+    def rerun_line(self) -> str:
+        """Return which calls run a second time, what that saves and costs; "" for none."""
+        if self.recomputed is None:
+            return ""
+        names = Counter(", ".join(one.ops) for one in self.timeline if one.is_rerun)
+        shown = [f"{count} x {name}" for name, count in names.most_common(_SHOWN_RERUNS)]
+        shown += ["..."] if len(names) > _SHOWN_RERUNS else []
+        calls = "1 call runs" if self.reruns == 1 else f"{self.reruns} calls run"
+        return (
+            f"{calls} a second time: {mebibytes(self.recomputed.saved_nbytes)} less at the peak "
+            f"for {self.recomputed.time_share:.1%} more of the estimated time; {'; '.join(shown)}"
+        )
+
 
 def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> MemoryReport:
     """Return the report of a plan; with the plan without casts, what AMP saved and cost too."""
@@ -174,6 +193,7 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
         chunked_losses=plan.chunked_losses,
         sent_nbytes=plan.sent_nbytes,
         reruns=sum(call.is_rerun for call in plan.calls),
+        recomputed=plan.recomputed,
     )
     if baseline is None:
         return report
@@ -230,6 +250,7 @@ def _moments(plan: MemoryPlan, fixed: Sequence[PlannedValue]) -> Iterator[Moment
             phase=call.locations[0].phase if call.locations else "",
             nbytes=sum(alive.values()),
             nbytes_by_role={role: nbytes for role, nbytes in alive.items() if nbytes},
+            is_rerun=call.is_rerun,
         )
 
 

@@ -150,6 +150,7 @@ def _step_facts(profile: KernelProfile) -> Iterator[tuple[str, str]]:
 
 def _memory_section(memory: MemoryReport) -> str:
     balance = f"<p><b>{escape(str(memory.balance))}</b></p>" if memory.balance is not None else ""
+    reruns = f"<p>{escape(memory.rerun_line())}</p>" if memory.reruns else ""
     shown, rest = memory.live_at_peak[:_SHOWN_VALUES], memory.live_at_peak[_SHOWN_VALUES:]
     top = max((one.nbytes for one in shown), default=1)
     rows = "".join(_held_row(one, top) for one in shown)
@@ -163,7 +164,7 @@ def _memory_section(memory: MemoryReport) -> str:
         f"{escape(dtype)} {mebibytes(nbytes)}" for dtype, nbytes in memory.nbytes_by_dtype.items()
     )
     return (
-        f"<h2>Memory during the step</h2>{balance}{memory_chart(memory)}"
+        f"<h2>Memory during the step</h2>{balance}{reruns}{memory_chart(memory)}"
         f'<h2>Alive at the peak</h2><p class="quiet">{dtypes}</p>'
         '<div class="wide"><table id="held"><thead><tr><th>value</th><th class="number">bytes</th>'
         f"{_heads('role', 'dtype', 'op', '')}</tr></thead><tbody>{rows}</tbody></table></div>"
