@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils._pytree import tree_leaves
 
 import amp_ir
 from amp_ir.errors import CaptureError
+from scaled_training import line_of
 
 Nets = tuple[nn.Linear, nn.Linear]
 
@@ -222,3 +226,199 @@ def test_state_of_an_optimizer_that_is_assigned_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"one of weight and optimizer0\.weight\.old to the"):
         amp_ir.jit(step, model=a, optimizer=optimizer)(torch.randn(2, 4))
+
+
+def flat_of(net: nn.Module) -> torch.Tensor:
+    """Make the parameters views of one tensor, which is returned."""
+    flat = parameters_to_vector(net.parameters())
+    vector_to_parameters(flat, net.parameters())
+    return flat.detach()
+
+
+def read_flat(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    flat = flat_of(net)
+    loss = trained(net, optimizer, x)
+    return loss, flat.square().sum(), flat[3:9].clone()
+
+
+def write_flat(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    flat = flat_of(net)
+    loss = trained(net, optimizer, x)
+    flat.mul_(0.9)
+    return loss, net(x).detach()
+
+
+def split_flat(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    flat = torch.cat([p.data.reshape(-1) for p in net.parameters()])
+    parts = flat.split([p.numel() for p in net.parameters()])
+    for p, part in zip(net.parameters(), parts, strict=True):
+        p.data = part.view_as(p)
+    return trained(net, optimizer, x), flat.clone()
+
+
+def stack_of_rows(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    """Weights that are rows and entries of larger tensors, with a write by several rows."""
+    first, second = (layer for layer in net.modules() if isinstance(layer, nn.Linear))
+    rows = torch.cat([first.weight.data, second.weight.data])
+    first.weight.data, second.weight.data = rows[:4], rows[4:]
+    stack = torch.stack([first.bias.data, second.bias.data])
+    first.bias.data, second.bias.data = stack[0], stack[1]
+    loss = trained(net, optimizer, x)
+    rows[2:6].add_(0.1)
+    return loss, stack.clone(), rows.clone()
+
+
+def between_the_passes(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    """What the backward pass has saved keeps its memory; gradients of weights read the new."""
+    loss = net(x).square().mean() + sum(p.square().sum() for p in net.parameters())
+    for p in net.parameters():
+        p.data = p.data * 0.9
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def low_copies(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    """Evaluate with bfloat16 weights, and put the others back."""
+    kept = [p.data for p in net.parameters()]
+    for p in net.parameters():
+        p.data = p.data.bfloat16()
+    seen = net(x.bfloat16()).float().detach()
+    for p, value in zip(net.parameters(), kept, strict=True):
+        p.data = value
+    return seen, trained(net, optimizer, x)
+
+
+def data_of_gradients(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    net(x).square().mean().backward()
+    for p in net.parameters():
+        assert p.grad is not None
+        p.grad.data = p.grad.data * 2
+    optimizer.step()
+    optimizer.zero_grad()
+    return net(x).detach()
+
+
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+STEPS = [
+    read_flat,
+    write_flat,
+    split_flat,
+    stack_of_rows,
+    between_the_passes,
+    low_copies,
+    data_of_gradients,
+]
+
+
+def run_step(step: Callable[..., Any], *, is_ours: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def call(x: torch.Tensor) -> Any:
+        return step(net, optimizer, x)
+
+    run = amp_ir.jit(call, model=net, optimizer=optimizer) if is_ours else call
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        found += [one.clone() for one in tree_leaves(run(torch.randn(6, 4)))]
+    return [*found, *(p.detach() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_what_is_assigned_shares_memory_within_the_step(step: Callable[..., Any]) -> None:
+    pairs = zip(run_step(step, is_ours=True), run_step(step, is_ours=False), strict=True)
+    for one, other in pairs:
+        rtol, atol = (2e-2, 2e-2) if step is low_copies else (1e-5, 1e-6)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def test_a_flat_tensor_of_parameters_is_not_copied_for_each_of_them() -> None:
+    def calls(*, is_flat: bool) -> int:
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        optimizer = torch.optim.AdamW(net.parameters())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if is_flat:
+                flat_of(net)
+            return trained(net, optimizer, x)
+
+        mod, _ = amp_ir.trace_step(step, (torch.randn(2, 4),), model=net, optimizer=optimizer)
+        return len(amp_ir.compile(mod).report.plan.calls)
+
+    assert calls(is_flat=True) <= calls(is_flat=False)
+
+
+def test_a_skipped_step_puts_back_what_it_trains_in_a_flat_tensor() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scaler = amp_ir.GradScaler(init_scale=4.0)
+
+    def step(x: torch.Tensor) -> Any:
+        flat = flat_of(net)
+        scaler.scale(net(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return flat
+
+    train = amp_ir.jit(step, model=net, optimizer=optimizer, scaler=scaler)
+    state = [{k: v.clone() for k, v in net.state_dict().items()}]
+    for scale in (1.0, math.inf, 1.0):
+        flat = train(scale * torch.randn(6, 4))
+        state.append({k: v.clone() for k, v in net.state_dict().items()})
+        torch.testing.assert_close(flat, parameters_to_vector(net.parameters()).detach())
+    assert all(torch.equal(state[1][key], state[2][key]) for key in state[1])
+    assert not torch.equal(state[2]["2.weight"], state[3]["2.weight"])
+
+
+def test_views_that_overlap_are_refused() -> None:
+    net = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        net.bias.data = net.weight.data.flatten()[2:6]
+        return net(x).detach()
+
+    with pytest.raises(CaptureError, match=r"assigns the data of one of weight and bias to the"):
+        amp_ir.jit(step, model=net)(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1), torch.zeros(4, dtype=torch.float64)])
+def test_another_shape_or_dtype_at_the_end_is_refused(value: torch.Tensor) -> None:
+    net = nn.Linear(4, 4)
+
+    def step() -> torch.Tensor:
+        net.bias.data = torch.zeros_like(value)  # here
+        return net.weight.detach().clone()
+
+    with pytest.raises(CaptureError) as error:
+        amp_ir.jit(step, model=net)()
+    assert f"{line_of(step, 'here')}: leaves data of shape {tuple(value.shape)}" in str(error.value)
+
+
+def test_what_is_expanded_may_be_assigned_and_not_written() -> None:
+    for writes in (False, True):
+        net = nn.Linear(4, 4)
+
+        def step(net: nn.Linear = net, *, writes: bool = writes) -> torch.Tensor:
+            row = torch.arange(4.0)
+            net.weight.data = row.expand(4, 4)
+            if writes:
+                row.add_(net.weight.data[0].add_(1.0))
+            return net.weight.detach().clone()
+
+        train = amp_ir.jit(step, model=net)
+        if writes:
+            with pytest.raises(CaptureError, match="one number for several elements, as of expand"):
+                train()
+        else:
+            assert torch.equal(train(), torch.arange(4.0).expand(4, 4))

@@ -1,141 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`p.data = value` in a traced step: the value is copied into the memory of `p`.
+"""`p.data = value` in a traced step: from there on `p` is in the memory of the value.
 
-In PyTorch `p` leaves its memory and shares that of the value. What was taken as `p.data` before
-keeps the old numbers there: a backup that a step puts back, or one half of a swap. Here it gets a
-copy of them before they are overwritten. A value that the step has made shares the memory of `p`
-from then on: what is written to one of them shows in the other. That two tensors that the step was
-given share memory after it cannot be so, and is refused.
+As in PyTorch, what is written to one of them shows in the other, and in whatever else has this
+memory, such as a flat tensor of all parameters. What was taken as `p.data` before, or saved for
+the backward pass, stays in the memory that `p` has left. After the step the numbers of `p` are
+where they were before it, so two tensors of the state cannot share memory then: that is refused.
+What the step was given, and what has one number for several elements, is assigned as a copy, and a
+write to that is refused.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.locations import Locator
+from amp_ir.capture.transaction import Transaction
 from amp_ir.ir.location import Location
 
-aten = torch.ops.aten
 _DATA: Any = torch.Tensor.data
 _SET_DATA = _DATA.__set__
-# What they return shares the memory of their argument, and is a tensor of its own.
-SHARING = (_DATA.__get__, torch.Tensor.detach, torch.detach)
-
-
-class _Memory:
-    """Memory in PyTorch: which tensors share it there."""
 
 
 @attrs.frozen(eq=False)
-class _Assignment:
-    """An assignment of a tensor that the step was given, at the node that copies it."""
+class _Copied:
+    """A copy that was assigned instead of a value: to which tensor, and where."""
 
+    copy: torch.Tensor
     target: torch.Tensor
-    memory: _Memory
-    source: fx.Node | None
-    copy: fx.Node
+    what: str
     place: Location
 
 
 class DataAssignments:
-    """The assignments of `.data` in one traced step."""
+    """The assignments of `.data` in one traced step; `state` has the fakes of the state."""
 
-    def __init__(self, diagnostics: Diagnostics, locator: Locator) -> None:
+    def __init__(
+        self,
+        state: Collection[torch.Tensor],
+        transaction: Transaction,
+        diagnostics: Diagnostics,
+        locator: Locator,
+    ) -> None:
         self._diagnostics = diagnostics
         self._locator = locator
-        self._memory = WeakIdKeyDictionary()
-        # What shares the memory of another tensor here, too.
-        self._sharing = WeakIdKeyDictionary()
-        # The memory of what the step was given, by its node.
-        self._given: dict[fx.Node, _Memory] = {}
-        self._assigned: list[_Assignment] = []
-
-    def shares(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Record what `source.data` returned."""
-        self._sharing[result] = self._memory[result] = self._of(source)
+        self._transaction = transaction
+        self._own = {_node(fake) for fake in state} - {None}
+        self._kinds = {id(fake): (tuple(fake.shape), fake.dtype) for fake in state}
+        self._places: dict[int, Location] = {}
+        self._copied: list[_Copied] = []
+        # Whether a view was assigned.
+        self.assigns_parts = False
 
     def assign(self, target: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy a value, and before it the old numbers for whoever still holds them."""
-        memory = self._of(value)
-        old = self._of(target)
-        if memory is old:
-            return
-        source, is_given = _source(value)
+        """Let a tensor have the memory of another one, and its shape and dtype."""
+        self._places[id(target)] = self._locator.here()
         with torch.no_grad():
-            for holder in self._holders(target, old):
-                _put(holder, aten.clone.default(holder))
-                self._sharing.pop(holder, None)
-            aten.copy_.default(target, value)
-            if is_given:
-                copy, place = _node(target), self._locator.here()
-                assert copy is not None
-                self._assigned.append(_Assignment(target, memory, source, copy, place))
-            else:
-                for one in [one for one, held in self._memory.items() if held is memory]:
-                    _put(one, aten.detach.default(target))
-                    self._sharing[one] = memory
-        self._memory[target] = memory
+            what = self._why_copied(value)
+            if what:
+                value = value.clone()
+                self._copied.append(_Copied(value, target, what, self._locator.here()))
+                self._transaction.watch_writes(value)
+            node = _node(value)
+            self.assigns_parts |= node is not None and _source(node) is not node
+            with self._transaction.moving(target):
+                tracer = _tracer()
+                slot = get_proxy_slot(value, tracer)
+                _SET_DATA(target, value)
+                set_proxy_slot(target, tracer, slot)
 
-    def finish(self, state: dict[str, torch.Tensor]) -> None:
-        """Refuse a step after which a tensor of the state, by its name, shares memory.
+    def finish(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what a compiled step cannot do, with the tensors of the state by their names.
 
-        That of another tensor of the state is refused, and that of a tensor of the batch or from
-        outside, where the step writes to it.
+        That is that two of them share memory after the step, that one has another shape or dtype
+        then, and a write to what was assigned as a copy.
         """
-        if not self._assigned:
+        if not self._places:
             return
-        owners: dict[int, str] = {}
-        for name, tensor in state.items():
-            other = owners.setdefault(id(self._of(tensor)), name)
-            if other != name:
-                self._diagnostics.add(
-                    f"assigns the data of one of {other} and {name} to the other, after which both "
-                    "share memory",
-                    self._locator.here(),
-                    "Copy it: one.data.copy_(other.data), or one.data = other.data.clone()",
-                )
+        for one, other in _sharing(state):
+            place = self._places.get(id(state[other])) or self._places[id(state[one])]
+            self._diagnostics.add(
+                f"assigns the data of one of {one} and {other} to the other, after which both "
+                "share memory",
+                place,
+                "Copy it: one.data.copy_(other.data), or one.data = other.data.clone()",
+            )
         names = {id(tensor): name for name, tensor in state.items()}
-        own = {_source(tensor)[0] for tensor in state.values()} - {None}
-        for one in self._assigned:
-            is_left = self._of(one.target) is not one.memory
-            if not is_left and one.source not in own and _is_written_after(one):
+        for name, tensor in state.items():
+            kind, (shape, dtype) = (tuple(tensor.shape), tensor.dtype), self._kinds[id(tensor)]
+            if kind != (shape, dtype):
                 self._diagnostics.add(
-                    f"assigns a tensor that it was given to the data of {names[id(one.target)]}, "
-                    "and writes to it, which changes both",
-                    one.place,
+                    f"leaves data of shape {kind[0]} and {kind[1]} in {name}, which is of shape "
+                    f"{shape} and {dtype}",
+                    self._places[id(tensor)],
+                    "Within a step these stay: assign data of the same shape and dtype before it "
+                    "ends, or change the model between two steps, for which jit compiles again",
+                )
+        for copied in self._copied:
+            if self._transaction.is_written(copied.copy):
+                name = names.get(id(copied.target), "a tensor")
+                self._diagnostics.add(
+                    f"assigns {copied.what} to the data of {name}, and writes to it, which "
+                    "changes both",
+                    copied.place,
                     "Copy it: p.data.copy_(value), or p.data = value.clone()",
                 )
 
-    def _holders(self, target: torch.Tensor, old: _Memory) -> list[torch.Tensor]:
-        """Return what else has the memory that `target` leaves, such as views of it."""
-        here = target.untyped_storage()._cdata
-        known = [one for one, held in self._sharing.items() if held is old]
-        views = [
-            one
-            for one in _tracer().tensor_tracker
-            if type(one) is FakeTensor
-            and one.layout is torch.strided
-            and one not in self._memory
-            and one.untyped_storage()._cdata == here
-        ]
-        return [one for one in [*known, *views] if one is not target]
+    def _why_copied(self, value: torch.Tensor) -> str | None:
+        if self._is_given(value):
+            return "a tensor that it was given"
+        if any(by == 0 and n > 1 for n, by in zip(value.shape, value.stride(), strict=True)):
+            return "a tensor with one number for several elements, as of expand,"
+        return None
 
-    def _of(self, tensor: torch.Tensor) -> _Memory:
-        known = self._memory.get(tensor)
-        if known is None:
-            source, is_given = _source(tensor)
-            known = self._given.setdefault(source, _Memory()) if is_given and source else _Memory()
-            self._memory[tensor] = known
-        found: _Memory = known
-        return found
+    def _is_given(self, value: torch.Tensor) -> bool:
+        """Return whether a value is in memory of the batch, or of a tensor from outside."""
+        node = _node(value)
+        if node is None:
+            return True
+        source = _source(node)
+        return source.op != "call_function" and source not in self._own
 
 
 def _tracer() -> Any:
@@ -149,41 +140,35 @@ def _node(tensor: torch.Tensor) -> fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def _source(value: torch.Tensor) -> tuple[fx.Node | None, bool]:
-    """Return the node whose memory a value is in, and whether the step was given that."""
-    node = _node(value)
-    return (None, True) if node is None else _source_of(node)
-
-
-def _source_of(node: fx.Node) -> tuple[fx.Node, bool]:
-    while isinstance(node.target, torch._ops.OpOverload):
-        first = node.target._schema.arguments[:1]
-        if not first or first[0].alias_info is None or not isinstance(node.args[0], fx.Node):
-            return node, False
-        node = node.args[0]
-    return node, node.op != "call_function"
-
-
-def _is_written_after(one: _Assignment) -> bool:
-    """Return whether the step writes to what it has assigned, or to where."""
-    shared = {one.source, _source_of(one.copy)[0]}
-    node = one.copy.next
-    while node.op != "root":
+def _source(node: fx.Node) -> fx.Node:
+    """Return the node in whose memory the result of another one is."""
+    while node.args and isinstance(node.args[0], fx.Node):
         if isinstance(node.target, torch._ops.OpOverload):
-            written = [
-                given
-                for argument, given in zip(node.target._schema.arguments, node.args, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            given_nodes = [one for one in written if isinstance(one, fx.Node)]
-            if any(_source_of(one)[0] in shared for one in given_nodes):
-                return True
-        node = node.next
-    return False
+            first = node.target._schema.arguments[:1]
+            if not first or first[0].alias_info is None:
+                break
+        elif node.target is not operator.getitem:
+            break
+        node = node.args[0]
+    return node
 
 
-def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a tensor be another one from here on, in the trace too."""
-    tracer = _tracer()
-    _SET_DATA(tensor, value)
-    set_proxy_slot(tensor, tracer, get_proxy_slot(value, tracer))
+def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for names in by_storage.values():
+        for k, name in enumerate(names):
+            for other in names[:k]:
+                first, second = _range(state[other]), _range(state[name])
+                if max(first.start, second.start) < min(first.stop, second.stop):
+                    yield other, name
+
+
+def _range(tensor: torch.Tensor) -> range:
+    """Return the bytes of its storage from the first element to the end of the last one."""
+    if not tensor.numel():
+        return range(0)
+    last = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = tensor.storage_offset(), tensor.element_size()
+    return range(start * size, (start + last + 1) * size)

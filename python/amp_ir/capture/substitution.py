@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from amp_ir.capture.constant_values import constant_value
-from amp_ir.capture.data_assignments import SHARING, DataAssignments
+from amp_ir.capture.data_assignments import DataAssignments
 from amp_ir.capture.decompositions.cell_ops import cell_of
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.decompositions.recurrent_layers import layers_of
@@ -26,6 +26,7 @@ from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
+from amp_ir.capture.transaction import Transaction
 from amp_ir.ir.location import Location
 
 _GRADIENT: Any = torch.Tensor.grad
@@ -56,6 +57,7 @@ class Substitution(TorchFunctionMode):
         self,
         fakes: Mapping[int, torch.Tensor],
         watch: GradientWatch,
+        transaction: Transaction,
         locator: Locator,
         diagnostics: Diagnostics,
     ) -> None:
@@ -64,7 +66,7 @@ class Substitution(TorchFunctionMode):
         self._watch = watch
         self._locator = locator
         self._diagnostics = diagnostics
-        self.data = DataAssignments(diagnostics, locator)
+        self.data = DataAssignments(fakes.values(), transaction, diagnostics, locator)
         self.shown_at: dict[Location, None] = {}
 
     def __torch_function__(
@@ -79,8 +81,8 @@ class Substitution(TorchFunctionMode):
             self._watch.looked_at(args[0])
         elif func == _SET_GRADIENT:
             self._watch.assigns(*args)
-        elif func == _SET_DATA and _fits(*args):
-            self.data.assign(args[0], args[1])
+        elif func == _SET_DATA and _are_tensors(*args):
+            self.data.assign(*args)
             return None
         elif func in _TO_TEXT:
             if any(args[1:]):
@@ -112,8 +114,6 @@ class Substitution(TorchFunctionMode):
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)
-        if func in SHARING and type(out) is FakeTensor:
-            self.data.shares(args[0], out)
         if func in _BACKWARD:
             self._watch.accumulated()
         if func in _DIFFERENTIATES:
@@ -181,10 +181,5 @@ def _dropout(
     return torch.native_dropout(x, p, True)[0]
 
 
-def _fits(target: torch.Tensor, value: object) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.shape == target.shape
-        and value.dtype == target.dtype
-        and isinstance(target, FakeTensor)
-    )
+def _are_tensors(target: torch.Tensor, value: object) -> bool:
+    return type(target) is FakeTensor and isinstance(value, torch.Tensor)

@@ -30,6 +30,7 @@ from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_p
 from amp_ir.capture.notes import NOT_TRAINED, capture_notes, number_notes, shown_notes
 from amp_ir.capture.outside_tensors import lift_outside_tensors
 from amp_ir.capture.packed_weights import unpack_weights
+from amp_ir.capture.parts_of_tensors import read_parts
 from amp_ir.capture.patches.restores import alone, restoring
 from amp_ir.capture.patches.trace_leftovers import clear_leftovers
 from amp_ir.capture.rolled_loops.find_loops import find_loops
@@ -105,6 +106,8 @@ def capture_step(
         mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
+        if traced.assigns_parts:
+            read_parts(graph.graph)
         check_hypers(graph)
         graph = find_cell_loops(graph, tape, mode)
         number_draws(graph.graph)

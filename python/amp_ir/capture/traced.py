@@ -41,7 +41,8 @@ class Traced:
     `sends_buffers` is that flag of each replica as the step leaves it, and `flags` are parameters
     whose `requires_grad` it changes. `gives_gradients` says that
     a result requires a gradient, and `has_differentiated` that the step computed gradients. At
-    `shown_at` the step turned tensors to text. `initial_values` is what its first call leaves in
+    `shown_at` the step turned tensors to text. `assigns_parts` says that it assigned views to the
+    data of tensors. `initial_values` is what its first call leaves in
     the user's objects, and `stored` what each call does.
     """
 
@@ -59,6 +60,7 @@ class Traced:
     gives_gradients: bool
     has_differentiated: bool
     shown_at: tuple[Location, ...]
+    assigns_parts: bool
     changes: ArgumentChanges = ArgumentChanges()
     initial_values: InitialValues = InitialValues()
     stored: tuple[StoredValue, ...] = ()

@@ -154,7 +154,7 @@ class StepTracer:
                         takes_packed=self._arguments.takes_packed,
                     )
                 )
-                calls = Substitution(fakes, watch, self._locator, self._diagnostics)
+                calls = Substitution(fakes, watch, transaction, self._locator, self._diagnostics)
                 stack.enter_context(calls)
                 self.observer.add_models(state.models)
                 self.effects.begin(state.models, state.optimizers)
@@ -197,7 +197,7 @@ class StepTracer:
         touched = {id(s.tensor) for s in state.parameters if id(s.fake) in touched}
         self._left.update(observed=observed, touched=touched, stepped=stepped)
         self._left.update(has_differentiated=watch.has_differentiated)
-        self._left.update(shown_at=tuple(calls.shown_at))
+        self._left.update(shown_at=tuple(calls.shown_at), assigns_parts=calls.data.assigns_parts)
         self._left.update(sends_buffers=() if ranks is None else ranks.sends_buffers)
         outputs = self._outputs(value)
         if self._diagnostics:

@@ -67,7 +67,8 @@ class Transaction:
         entries = self._entries if state.scalers else []
         self._written = {id(entry.fake): _Written() for entry in entries}
         # Writes to a parameter may come through `.data`, `detach()` or a part of it.
-        self._in_storage = {_storage(entry.fake): entry for entry in entries}
+        self._in_storage = {_storage(entry.fake): [entry] for entry in entries}
+        self._watched: dict[int, bool] = {}
         self._owner = _owners(state)
         # The check of each optimizer that stepped; None for one without a scaler.
         self._found: dict[int, torch.Tensor | None] = {}
@@ -80,9 +81,15 @@ class Transaction:
 
     def before_write(self, target: torch.Tensor) -> None:
         """Save the value of a tensor of the state before it, or a view of it, is written."""
-        entry = self._in_storage.get(_storage(target))
-        if entry is None or self._is_selecting:
+        if self._is_selecting:
             return
+        storage = _storage(target)
+        if storage in self._watched:
+            self._watched[storage] = True
+        for entry in self._in_storage.get(storage, ()):
+            self._save(entry)
+
+    def _save(self, entry: StateTensor) -> None:
         written = self._written[id(entry.fake)]
         if written.before is None or written.is_ended:
             # A value that was selected by then is the old one, if the step is skipped.
@@ -98,11 +105,33 @@ class Transaction:
         self.before_write(target)
         self._statistics.add(_storage(target))
 
+    @contextlib.contextmanager
+    def moving(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Save the value of a tensor of the state, which gets other memory inside."""
+        found = [entry for entry in self._entries_in(tensor) if entry.fake is tensor]
+        for entry in found:
+            self._save(entry)
+            self._entries_in(tensor).remove(entry)
+        yield
+        if found:
+            self._in_storage.setdefault(_storage(tensor), []).extend(found)
+
+    def watch_writes(self, tensor: torch.Tensor) -> None:
+        """Record from here on whether the step writes to the memory of a tensor that stays."""
+        self._watched[_storage(tensor)] = False
+
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        """Return whether the step wrote to a tensor that is watched."""
+        return self._watched[_storage(tensor)]
+
+    def _entries_in(self, tensor: torch.Tensor) -> list[StateTensor]:
+        return self._in_storage.get(_storage(tensor), [])
+
     def cleared(self, target: torch.Tensor) -> None:
         """Record that a tensor was set to zero: a gradient that the step clears stays cleared."""
-        entry = self._in_storage.get(_storage(target))
-        if entry is not None and target.numel() == entry.fake.numel():
-            self._written[id(entry.fake)].is_settled = True
+        for entry in self._entries_in(target):
+            if target.numel() == entry.fake.numel():
+                self._written[id(entry.fake)].is_settled = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a call of `optimizer.step`; without a scaler, no tensor of it is rolled back."""
