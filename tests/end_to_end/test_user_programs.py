@@ -238,6 +238,12 @@ def reparametrised() -> Program:
     return model, lambda m, x, y: F.huber_loss(m(x), y), (normal(0, 5, 6), normal(1, 5, 2))
 
 
+def normalised_recurrence() -> Program:
+    """Each read of a weight under a spectral norm is a power iteration, and a layer reads often."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.LSTM(6, 5), "weight_hh_l0")
+    return layer, lambda m, x, y: F.mse_loss(m(x)[0], y), (normal(0, 4, 3, 6), normal(1, 4, 3, 5))
+
+
 PROGRAMS = [
     segmentation,
     contrastive,
@@ -248,6 +254,7 @@ PROGRAMS = [
     ratings,
     gradient_penalty,
     reparametrised,
+    normalised_recurrence,
 ]
 
 

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -345,6 +346,8 @@ def put_fakes(state: State) -> dict[int, torch.Tensor]:
         for module in model.modules():
             for tensors in (module._parameters, module._buffers, vars(module)):
                 _replace_values(tensors, fakes)
+            if isinstance(module, torch.nn.RNNBase):
+                _put_flat_weights(module, fakes)
     for parameter, gradient in state.gradients.items():
         fakes[parameter].grad = gradient.fake
     for index, optimizer in enumerate(state.optimizers):
@@ -360,6 +363,21 @@ def _replace_values(tensors: dict[str, Any], fakes: Mapping[int, torch.Tensor]) 
     for key, value in tensors.items():
         if isinstance(value, torch.Tensor):
             tensors[key] = fakes.get(id(value), value)
+
+
+def _put_flat_weights(module: torch.nn.RNNBase, fakes: Mapping[int, torch.Tensor]) -> None:
+    """Put the fakes where a recurrent layer compares its weights with those of the last call.
+
+    Where they differ it reads all again, and a parametrized one, as of `spectral_norm`, changes
+    with each read.
+    """
+    weights: list[Any] = module._flat_weights
+    weights[:] = [fakes.get(id(one), one) for one in weights]
+    refs: list[Any] = module._flat_weight_refs
+    for k, ref in enumerate(refs):
+        fake = None if ref is None else fakes.get(id(ref()))
+        if fake is not None:
+            refs[k] = weakref.ref(fake)
 
 
 class _StateOfFakes(collections.defaultdict[Any, Any]):
