@@ -15,6 +15,7 @@ from torch import nn
 from amp_ir import errors
 from amp_ir.capture.trace import capture_model, capture_step
 from amp_ir.errors import ArgumentError, CaptureError, ShapeMismatchError, StateError
+from scaled_training import line_of
 from step_comparison import integers, normal
 
 READS = "a tensor's value is read in Python, by .item(), float(), int(), bool(), if or while"
@@ -203,13 +204,14 @@ def test_what_a_step_leaves_behind_is_checked() -> None:
 
     def replace(x: torch.Tensor, y: torch.Tensor) -> object:
         model.weight = nn.Parameter(torch.zeros(3, 6))
-        counting.param_groups[0]["lr"] = 0.5
+        counting.param_groups[0]["lr"] = 0.5  # here
         counting.step()
         return object()
 
     assert error_text(replace, model, counting) == "\n".join([
         "this step cannot be captured, 4 places:",
-        "  1. step (forward): the step sets param_groups[...]['lr']. Set it between two steps",
+        f"  1. step (forward), {line_of(replace, 'here')}: the step sets param_groups[...]['lr']. "
+        "Set it between two steps: it is read at each call, and nothing is compiled again",
         "  2. step (forward): the step returns an object of type object. Return tensors and plain "
         "values in tuples, lists, dicts or dataclasses",
         "  3. step (forward): the step replaces weight by something of another kind. Write to it "

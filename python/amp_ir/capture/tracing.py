@@ -188,7 +188,11 @@ class StepTracer:
         self._refuse_attributes_of_batch()
         self._refuse_new_attributes(attributes)
         for key in overwritten():
-            self._refuse(f"the step sets param_groups[...][{key!r}]", "Set it between two steps")
+            self._diagnostics.add(
+                f"the step sets param_groups[...][{key!r}]",
+                self.observer.stores_entry_at(key),
+                "Set it between two steps: it is read at each call, and nothing is compiled again",
+            )
         self._refuse_unsaved_state(transaction)
         self._refuse_gradients_of(batch)
         self._refuse_shared_gradients(watch)

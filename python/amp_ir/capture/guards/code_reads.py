@@ -83,6 +83,18 @@ def reads_of(code: CodeType) -> CodeReads:
     return found
 
 
+def line_of_entry(code: CodeType, key: str) -> int:
+    """Return the line that stores an entry and names this key, 0 where none does."""
+    loads: set[int] = set()
+    for name, argument, line in _instructions(code):
+        if isinstance(argument, str) and argument == key and "CONST" in name:
+            loads.add(line)
+        elif name in _ENTRY_STORES and line in loads:
+            return line
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return next(filter(None, (line_of_entry(one, key) for one in inner)), 0)
+
+
 def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[str]) -> None:
     for name, argument, line in _instructions(code):
         _add_one(found, name, argument, line)

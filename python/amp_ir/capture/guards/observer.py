@@ -26,7 +26,7 @@ import numpy
 import torch
 
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.guards.code_reads import CodeReads, reads_of
+from amp_ir.capture.guards.code_reads import CodeReads, line_of_entry, reads_of
 from amp_ir.capture.guards.observed_objects import INTERNAL, Name, ObservedObjects, part_name
 from amp_ir.capture.guards.places import (
     ABSENT,
@@ -38,6 +38,7 @@ from amp_ir.capture.guards.places import (
 )
 from amp_ir.capture.guards.users_objects import is_library
 from amp_ir.capture.locations import Locator, is_users_file, is_users_own
+from amp_ir.ir.location import Location
 
 _MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
@@ -82,6 +83,7 @@ class Observer:
         self._made: dict[int, object] = {}
         self._codes: dict[int, CodeReads] = {}
         self._users_names: set[str] = set()
+        self._users_codes: dict[CodeType, None] = {}
         self._inner: set[CodeType] = set()
         self._hook = self._made_hook()
         self._is_watching = False
@@ -89,6 +91,14 @@ class Observer:
     def users_code_names(self, attributes: frozenset[str]) -> bool:
         """Return whether code of the user's that ran names one of these attributes."""
         return not attributes.isdisjoint(self._users_names)
+
+    def stores_entry_at(self, key: str) -> Location:
+        """Return where code of the user's that ran stores an entry of this key."""
+        for code in self._users_codes:
+            line = line_of_entry(code, key)
+            if line:
+                return Location(file=code.co_filename, line=line)
+        return Location()
 
     def add_models(self, models: list[torch.nn.Module]) -> None:
         """Register the models' modules with their paths."""
@@ -230,6 +240,7 @@ class Observer:
         found = self._held(frame)
         if is_users:
             self._users_names |= reads.attributes
+            self._users_codes[code] = None
             found += self._globals(frame, reads)
             found += self._cells(frame, reads)
             if reads.attributes & {"environ", "getenv"}:
