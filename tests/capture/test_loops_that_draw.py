@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 import amp_ir
-from loop_models import DropoutDecoder, assert_same_values, captured, loop_lengths
+from amp_ir.ir.step_module import Role
+from loop_models import (
+    DropoutDecoder,
+    assert_same_values,
+    captured,
+    in_float64,
+    loop_lengths,
+)
 
 WIDTH, STEPS = 8, 20
 
@@ -64,20 +71,30 @@ def test_steps_draw_what_the_unrolled_steps_draw(kind):
 
 @pytest.mark.parametrize(("kind", "rounding"), zip(MODELS, ["fast", "strict", "fast"], strict=True))
 def test_three_compiled_steps_equal_the_unrolled_ones(kind, rounding):
+    """Those are interpreted: to compile them takes several times as long as the loops."""
     torch.manual_seed(0)
     batches = [(torch.randn(3, STEPS, WIDTH),) for _ in range(3)]
-    found = []
-    for rolls in (True, False):
-        torch.manual_seed(1)
-        model = kind()
-        train = amp_ir.compile(captured(model, batches[0], rolls=rolls), rounding=rounding)
-        losses = [train(*batch).item() for batch in batches]
-        found.append((losses, [one.detach() for one in model.parameters()]))
-    (losses, parameters), (expected, unrolled) = found
-    # Sums of gradients are in another order: float32 has 24 significant bits, and 20 steps.
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for one, other in zip(parameters, unrolled, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    model = kind()
+    rolled, unrolled = (captured(model, batches[0], rolls=rolls) for rolls in (True, False))
+    assert loop_lengths(rolled) and not loop_lengths(unrolled)
+    unrolled = unrolled.with_random_state(rolled.random_state)
+    train = amp_ir.compile(rolled, rounding=rounding)
+    specs = unrolled.signature
+    (loss,) = [one.name for one in specs.outputs if one.role is Role.RESULT]
+    updates = {
+        specs.inputs[one.updates].name: one.name
+        for one in specs.outputs
+        if one.role is Role.PARAMETER
+    }
+    assert len(updates) == len([*model.parameters()])
+    for batch in batches:
+        wanted = in_float64(unrolled, batch)
+        # Sums are in float32, which has 24 significant bits, and pass through 20 steps.
+        assert train(*batch).item() == pytest.approx(wanted[loss].item(), rel=1e-5)
+        for name, output in updates.items():
+            torch.testing.assert_close(
+                rolled.state[name].double(), wanted[output], rtol=1e-4, atol=1e-6
+            )
 
 
 def test_each_step_and_each_call_draws_its_own_mask():

@@ -364,7 +364,7 @@ def saved_training(model: nn.Module, folder: Path, kind: str) -> dict[str, Any]:
 
 
 def test_rules_annotations_and_checkpoints_of_threads_do_not_meet(tmp_path: Path) -> None:
-    """Four threads at once give what one thread gives, and one block of rules serves two."""
+    """Three threads at once give what one thread gives, and one block of rules serves two."""
 
     def run(name: str, kind: str) -> Callable[[], dict[str, Any]]:
         (tmp_path / name).mkdir()
@@ -375,7 +375,7 @@ def test_rules_annotations_and_checkpoints_of_threads_do_not_meet(tmp_path: Path
 
     alone = {kind: run(f"alone {kind}", kind)() for kind in ("plain", "rules")}
     assert alone["plain"]["plan"] != alone["rules"]["plan"]
-    kinds = ["plain", "rules", "plain", "rules"]
+    kinds = ["plain", "rules", "rules"]
     together = in_threads(*(run(f"{k}", kind) for k, kind in enumerate(kinds)))
     for kind, found in zip(kinds, together, strict=True):
         torch.testing.assert_close(found.pop("state"), alone[kind]["state"], rtol=0, atol=0)
