@@ -56,6 +56,22 @@ def matrices() -> nn.Module:
     return model
 
 
+class EachOrder(nn.Module):
+    """One weight of each of these orders, and little beside them: for what looks at no network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume = nn.Conv3d(2, 4, 2).to(**LAST_3D)  # type: ignore[call-overload]
+        self.image = nn.Conv2d(4, 3, 2).to(**LAST)  # type: ignore[call-overload]
+        self.signal, self.matrix = nn.Conv1d(3, 4, 2), nn.Linear(4, 3)
+        self.signal.weight = nn.Parameter(permuted(self.signal.weight, 0, 2, 1))
+        self.matrix.weight = nn.Parameter(permuted(self.matrix.weight, 1, 0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = torch.tanh(self.image(torch.tanh(self.volume(x)).mean(2)))
+        return self.matrix(self.signal(x.flatten(2)).mean(2))
+
+
 def permuted(tensor: torch.Tensor, *order: int) -> torch.Tensor:
     """The same values, in memory in another order."""
     inverse = [order.index(d) for d in range(len(order))]
@@ -68,6 +84,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "signals": (signals, (3, 3, 9)),
     "matrices": (matrices, (5, 6)),
 }
+EACH = {"each": (EachOrder, (2, 2, 4, 4, 4))}
 OPTIMIZERS: dict[str, Optimizers] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.05),
     "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
