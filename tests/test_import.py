@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import pydoc
 import subprocess
@@ -162,28 +163,46 @@ assert second < first and not train.recompiles[1:], train.recompiles
     run(code)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "amp_ir.jit",
-        "amp_ir.load",
-        "amp_ir.compat",
-        "from amp_ir.compat import apex, mxnet, r_torch, raf",
-        "dir(amp_ir)",
-        "help(amp_ir.save)",
-    ],
+USES = (
+    "amp_ir.jit",
+    "amp_ir.load",
+    "amp_ir.compat",
+    "from amp_ir.compat import apex, mxnet, r_torch, raf",
+    "dir(amp_ir)",
+    "help(amp_ir.save)",
 )
-def test_the_first_use_of_a_name_draws_nothing_of_the_users_random_numbers(use):
-    """Rich draws from Python's `random` while it is imported."""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_the_first_use_of_a_name_draws_nothing_of_the_users_random_numbers():
+    """Rich draws from Python's `random` while it is imported.
+
+    Each use is the first one of a fork, so that what takes long is imported once.
+    """
     code = f"""
-import random
-import amp_ir
-random.seed(0)
-before = random.getstate()
-{use}
-assert random.getstate() == before
+import os, random, sys
+import torch, tvm
+assert not {{"rich", "amp_ir"}} & sys.modules.keys()
+for use in {USES}:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            import amp_ir
+            random.seed(0)
+            before = random.getstate()
+            exec(use)
+            status = 2 * (random.getstate() != before)
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print("status", use, status, file=sys.stderr)
 """
-    run(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stderr.splitlines() if line.startswith("status ")]
+    assert found == [f"status {use} 0" for use in USES], done.stderr
 
 
 def test_a_terminal_draws_nothing_of_the_users_random_numbers():

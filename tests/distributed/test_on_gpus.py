@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -40,24 +41,31 @@ pytestmark = [
 STEPS = 5
 
 
-def on_two_ranks(program: Any, folder: Path, *arguments: Any) -> None:
-    """Run `program(rank, folder, ...)` in two emulating processes."""
+OnTwoRanks = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> Iterator[OnTwoRanks]:
+    """Run `program(rank, folder, ...)` in two emulating processes, which serve all tests."""
     workers = [Worker(), Worker()]
 
-    def run(rank: int) -> None:
-        given = {"rank": rank, "folder": str(folder), "arguments": arguments}
-        workers[rank].run(program.__module__, program.__qualname__, given)
+    def on_both(program: Any, folder: Path, *arguments: Any) -> None:
+        def run(rank: int) -> None:
+            given = {"rank": rank, "folder": str(folder), "arguments": arguments}
+            workers[rank].run(program.__module__, program.__qualname__, given)
 
-    try:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(run, range(2)))
-    finally:
-        for one in workers:
-            one.stop()
+
+    yield on_both
+    for one in workers:
+        one.stop()
 
 
 def begin(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
+    if dist.is_initialized():  # by a test that failed
+        dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
@@ -81,6 +89,8 @@ def train_workloads(rank: int, folder: str, arguments: tuple[Any, ...]) -> None:
 
     begin(rank, folder)
     options = dict(arguments)
+    # What another test has left, which nothing has freed yet.
+    earlier = set(process_group._recorded)
     for name in ("mlp", "resnet"):
         make, _ = WORKLOADS[name]
         ours, host = make(not_wrapped), make(not_wrapped)
@@ -99,14 +109,16 @@ def train_workloads(rank: int, folder: str, arguments: tuple[Any, ...]) -> None:
         if options.get("shard") is None:
             assert digests[0] == digests[1], name
         dist.barrier()
-        recorded = list(process_group._recorded)
+        recorded = set(process_group._recorded) - earlier
         assert recorded and all(one.is_recorded for one in recorded)
     torch.distributed.destroy_process_group()
     assert not any(one.is_recorded for one in recorded)
 
 
 @pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}], ids=["whole", "sharded"])
-def test_two_gpus_train_as_two_cpus_with_the_exchange_in_their_graphs(options, tmp_path):
+def test_two_gpus_train_as_two_cpus_with_the_exchange_in_their_graphs(
+    options, tmp_path, on_two_ranks
+):
     on_two_ranks(train_workloads, tmp_path, *options.items())
 
 
@@ -166,7 +178,7 @@ def meet_overflows_and_bad_indices(rank: int, folder: str, arguments: Any) -> No
     dist.destroy_process_group()
 
 
-def test_two_gpus_skip_raise_and_differ_together(tmp_path):
+def test_two_gpus_skip_raise_and_differ_together(tmp_path, on_two_ranks):
     on_two_ranks(meet_overflows_and_bad_indices, tmp_path)
 
 
