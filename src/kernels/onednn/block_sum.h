@@ -31,8 +31,8 @@ struct BlockShape {
     if (terms > block_terms) return parts == 1 ? block_panels() : 0;
     return block_terms > sub_terms ? Panels(block_columns) : 0;
   }
-  // Bytes of a thread's tiles and sums: the tiles that are kept, and of two panels of those that
-  // are streamed, two panels of sums, and those that wait.
+  // Bytes of a thread's tiles and sums: the tiles of a block of b, those of two panels of a, two
+  // panels of sums, and those that wait.
   int64_t thread_nbytes() const {
     const int64_t elements = (Panels(block_columns) + 2) * kPanel * block_terms;
     return elements * static_cast<int64_t>(sizeof(uint16_t)) +

@@ -99,7 +99,7 @@ TileMatmul::TileMatmul(const StridedTensor& a, const StridedTensor& b, const Str
   while (!IsBalanced(down * across * s.parts, threads) && s.parts == 1) {
     const int64_t high = s.rows / down, wide = s.columns / across;
     if (std::max(high, wide) < kLeastExtent) break;
-    // What is kept is made again for each block along what is streamed.
+    // In the shape of the largest: a's tiles are made again for each block of columns, b's of rows.
     ++(high * most.columns > wide * most.rows ? down : across);
   }
   s.block_rows = DivideUp(DivideUp(s.rows, down), kPanel) * kPanel;

@@ -17,11 +17,10 @@ namespace amp_ir::onednn {
 //
 // AMX multiplies tiles of 16 rows by 32 terms and of 16 pairs of terms by 16 columns; oneDNN 3.2
 // spends as long on making such tiles of a transposed matrix as on multiplying them. Here a block
-// of the result is summed over some terms at a time. The tiles of one operand stay in the cache of
-// the second level. Those of the other, the one that takes longer to make, are made 32 rows or
-// columns at a time while those before are multiplied, as are finished parts of the result
-// written: the tile unit and the vector unit work at the same time (the panels of Goto and van de
-// Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
+// of the result is summed over some terms at a time. Its tiles of b stay in the cache of the second
+// level. Those of a are made 32 rows at a time while those before are multiplied, as are finished
+// parts of the result written: the tile unit and the vector unit work at the same time (the panels
+// of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 //
 // Sums are float32's. Their order depends on the shapes alone, so results do not depend on the
 // number of threads.
