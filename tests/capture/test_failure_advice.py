@@ -216,3 +216,37 @@ def test_inference_mode_inside_of_a_step_is_as_in_pytorch():
         results = [train(x) for _ in range(3)]
         trained[is_compiled] = [results, *average.state_dict().values(), *model.parameters()]
     torch.testing.assert_close(trained[True], trained[False])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_of_a_step_become_padded_rows(layout: torch.layout) -> None:
+    model = nn.Linear(4, 4)
+    rows = torch.randn(2, 4), torch.randn(3, 4)
+
+    def nested(_x: torch.Tensor) -> torch.Tensor:
+        return model(torch.nested.nested_tensor(list(rows), layout=layout)).to_padded_tensor(0.0)
+
+    assert "torch.nested.to_padded_tensor(nested, 0.0)" in message(jitted(model, nested), rows[0])
+    wanted = nested(rows[0]).float().square().sum()
+    made = torch.nested.nested_tensor(list(rows), layout=layout)
+    padded = torch.nested.to_padded_tensor(made, 0.0)
+    mask = torch.arange(3)[None, :, None] < torch.tensor([2, 3])[:, None, None]
+    found = jitted(model, lambda x: model(x) * mask)(padded)
+    torch.testing.assert_close(
+        found * mask.expand(2, 3, 4).numel(), wanted.detach(), rtol=0.02, atol=0.02
+    )
+
+
+def test_an_adaptive_softmax_has_the_loss_of_its_probabilities() -> None:
+    model = nn.AdaptiveLogSoftmaxWithLoss(8, 20, [3, 10], div_value=1.5)
+    x = torch.randn(6, 8)
+
+    def classes(x: torch.Tensor) -> torch.Tensor:
+        return x[:, 0].argsort()
+
+    wanted = model(x, classes(x)).loss.detach()
+    text = message(jitted(model, lambda x: model(x, classes(x)).loss), x)
+    assert "use F.nll_loss(layer.log_prob(x), y), which is the same loss" in text
+    found = jitted(model, lambda x: nn.functional.nll_loss(model.log_prob(x), classes(x)))(x)
+    torch.testing.assert_close(found, wanted.square(), rtol=0.05, atol=0.05)

@@ -45,3 +45,41 @@ def test_a_bias_gradient_beside_the_same_gradient_transposed(size: int, rounding
         torch.testing.assert_close(
             ours.get_parameter(name).double(), expected, rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_kernel_of_one_result_beside_a_view_of_the_same_shape(in_place: bool) -> None:
+    """The indices are checked by the step, which views them as of one axis, as they are.
+
+    The view once counted as one more result, whose memory nothing wrote.
+    """
+    torch.manual_seed(0)
+    rows = torch.tensor([0, 2, 3])
+    results = []
+    for is_compiled in (False, True):
+        torch.manual_seed(1)
+        net = torch.nn.Linear(4, 7)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores, classes = net(x), y.new_zeros(6)  # noqa: B023
+            if in_place:
+                classes.index_copy_(0, rows, y[rows])
+            else:
+                classes = classes.index_copy(0, rows, y[rows]).view(6)
+            loss = -scores.gather(1, classes.unsqueeze(1)).mean()
+            loss.backward()
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+            return loss.detach(), classes
+
+        train = amp_ir.jit(step, model=net, optimizer=optimizer) if is_compiled else step
+        for k in range(3):
+            generator = torch.Generator().manual_seed(k)
+            x = torch.randn(6, 4, generator=generator)
+            y = torch.randint(0, 7, (6,), generator=generator)
+            loss, classes = train(x, y)
+            results.append([loss, classes, net.weight.detach().clone()])
+    for expected, found in zip(results[:3], results[3:], strict=True):
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(other, one)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of traced tensors that depend on no input of the step, such as a mask of ones.
 
-A step may read them in Python: they are the same at every call. What the step wrote into them, or
-into a view of them, counts too.
+A step may read them in Python: they are the same at every call, as long as the tensors from outside
+of the step are that they are computed from. What the step wrote into them, or into a view of them,
+counts too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +25,31 @@ from amp_ir.capture.alias_sets import declared_aliases
 # A mask of positions by positions, of 4096 tokens, is as large.
 _MOST_ELEMENTS = 2**24
 _MOST_NODES = 512
+aten = torch.ops.aten
+# A tensor that the step makes itself, as by `torch.tensor`, is only read by these.
+_LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+
+_Note = Callable[[torch.Tensor], None]
+_note: contextvars.ContextVar[_Note | None] = contextvars.ContextVar(
+    "amp_ir_note_read", default=None
+)
+
+
+@contextlib.contextmanager
+def noting_reads(note: _Note) -> Iterator[None]:
+    """Tell `note` each tensor from outside of the step that a value is computed from inside."""
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
 
 
 def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the value of a tensor that no input and no random number reaches; None for others."""
+    """Return the value of a tensor that no input and no random number reaches; None for others.
+
+    The tensors from outside of the step that it is computed from are noted; see `noting_reads`.
+    """
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     nodes = None if slot is None else _nodes_behind(slot.proxy.node)
@@ -33,12 +57,15 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     root: Any = getattr(mode.tracer, "root", None)
     values: dict[torch.fx.Node, Any] = {}
+    outside: list[torch.Tensor] = []
     with _disable_current_modes(), torch.no_grad():
         for node in nodes:
             if node.op == "get_attr":
                 value = getattr(root, str(node.target))
                 if isinstance(value, FakeTensor):
                     return None
+                if any(user.target not in _LITERALS for user in node.users):
+                    outside.append(value)
                 # A copy, for what the step writes into it is written here too.
                 values[node] = value.clone()
             else:
@@ -48,7 +75,12 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
                 )
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     found = values[slot.proxy.node]
-    return found if isinstance(found, torch.Tensor) else None
+    if not isinstance(found, torch.Tensor):
+        return None
+    note = _note.get()
+    for one in outside if note is not None else ():
+        note(one)
+    return found
 
 
 def _nodes_behind(last: torch.fx.Node) -> list[torch.fx.Node] | None:

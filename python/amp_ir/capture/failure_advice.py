@@ -12,7 +12,16 @@ ONE_DTYPE = (
     "Leave the batch and the model in float32, for amp_dtype= inserts the casts; or cast one of "
     "them in the step, with x.to(...)"
 )
+_NESTED = (
+    "A nested tensor has a shape that depends on the data. Make padded rows of it before the call, "
+    "with torch.nested.to_padded_tensor(nested, 0.0), and pass them with a mask by which the loss "
+    "leaves the padding out"
+)
 _OF_TEXTS = {
+    "_nested_tensor_from": _NESTED,
+    "nested_tensor_from_jagged": _NESTED,
+    # What jagged layouts say that are made of a list.
+    "self.shape_env must not be None": _NESTED,
     "no fake impl registered": (
         "A compiled step needs the shapes of its results before it runs: register a function that "
         "returns empty tensors of them with torch.library.register_fake"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,6 +92,10 @@ _PACKED_ADVICE = (
     "and their lengths, and call pack_padded_sequence inside of the step"
 )
 
+_CLUSTER_ADVICE = (
+    "AdaptiveLogSoftmaxWithLoss selects the rows of each cluster: use "
+    "F.nll_loss(layer.log_prob(x), y), which is the same loss over all classes"
+)
 _METRIC_ADVICE = (
     "Update a metric of torchmetrics after the step, with what the step returns; in Lightning in "
     "on_train_batch_end"
@@ -395,7 +400,18 @@ def _data_dependence(func: Any, location: Location) -> tuple[str, Location, str]
     """Return what to say of an op whose results' shapes depend on the data."""
     packet = getattr(func, "overloadpacket", None)
     what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
-    return f"{func} {what}", location, _METRIC_ADVICE if _is_in_torchmetrics(location) else advice
+    if _is_in_torchmetrics(location):
+        advice = _METRIC_ADVICE
+    elif _is_in_adaptive_softmax(sys._getframe(1)):
+        advice = _CLUSTER_ADVICE
+    return f"{func} {what}", location, advice
+
+
+def _is_in_adaptive_softmax(frame: FrameType | None) -> bool:
+    code = torch.nn.AdaptiveLogSoftmaxWithLoss.forward.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_in_torchmetrics(location: Location) -> bool:

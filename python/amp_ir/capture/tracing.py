@@ -15,6 +15,7 @@ from amp_ir.capture.argument_changes import WatchedArguments
 from amp_ir.capture.batch import Arguments, Results, unusable_result
 from amp_ir.capture.call_arguments import call
 from amp_ir.capture.collectives import TracedRanks
+from amp_ir.capture.constant_values import noting_reads
 from amp_ir.capture.containers import flatten
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.failure_advice import advice_on
@@ -141,6 +142,7 @@ class StepTracer:
                     )
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
+                stack.enter_context(noting_reads(self.observer.note_read))
                 stack.enter_context(
                     Recorder(
                         self._locator,

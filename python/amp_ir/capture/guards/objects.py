@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 import numpy
+import torch
 
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import (
@@ -27,6 +28,9 @@ from amp_ir.capture.guards.places import (
     is_number,
     is_same,
 )
+
+# Numbers of a tensor that are told one by one.
+_MOST_SHOWN = 8
 
 
 @attrs.frozen
@@ -90,8 +94,8 @@ class GuardedObjects:
             if not numpy.array_equal(now, before, equal_nan=now.dtype.kind in "fc"):
                 yield f"the array in {name_of()} has other values"
         for tensor, value, name_of in self._read_values:
-            if not is_same(tensor.tolist(), value):
-                yield f"the value of {name_of()} {change_in_words(value, tensor.tolist())}"
+            if not _has_same_bits(tensor, value):
+                yield f"the value of {name_of()} {_change_of_value(value, tensor)}"
 
     def changed_numbers(self) -> tuple[str, ...]:
         """Return the numbers that could be inputs and have another value now."""
@@ -152,3 +156,20 @@ class GuardedObjects:
 def _is_untouched(contents: Contents) -> bool:
     now = flat(contents.target)
     return len(now) == len(contents.before) and all(map(operator.is_, now, contents.before))
+
+
+def _has_same_bits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits; equal NaNs do, 0.0 and -0.0 do not."""
+    if tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.device != value.device:
+        return False
+    one, other = (
+        (torch.view_as_real(each) if each.is_complex() else each).contiguous().reshape(-1)
+        for each in (tensor.detach().resolve_conj().resolve_neg(), value)
+    )
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _change_of_value(before: torch.Tensor, now: torch.Tensor) -> str:
+    if before.numel() > _MOST_SHOWN or now.numel() > _MOST_SHOWN:
+        return "was read, and has changed"
+    return change_in_words(before.tolist(), now.tolist())

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.code_reads import CodeReads, line_of_entry, reads_of
@@ -72,7 +73,7 @@ class Observer:
         replaced: Callable[[Place], Any],
     ) -> None:
         self.objects = ObservedObjects(opaque, replaced)
-        self.read_values: dict[int, tuple[torch.Tensor, Any, Name]] = {}
+        self.read_values: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = {}
         self.numpy_line: tuple[str, int] = ("", 0)
         self.has_drawn = False
         self._locator = locator
@@ -289,12 +290,14 @@ class Observer:
         self._diagnostics.add(*draw(what, self._locator.here()))
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """Record that the step reads the value of a tensor of the user's in Python."""
+        """Record that the step depends on the value of a tensor of the user's, as a guard."""
         if id(tensor) not in self.read_values:
             _, name = self.objects.tensors.get(
                 id(tensor), (tensor, lambda: "a tensor outside of the model")
             )
-            self.read_values[id(tensor)] = tensor, tensor.tolist(), name
+            with _disable_current_modes():
+                value = tensor.detach().clone()
+            self.read_values[id(tensor)] = tensor, value, name
 
     def _held(self, frame: FrameType) -> list[tuple[Any, Name]]:
         values = frame.f_locals.values()

@@ -213,8 +213,7 @@ class ElementWriter:
         if id(owner) in self.buffers and not self._is_member(owner):
             return self._load(owner, self._flat(value.shape, index))
         # A reshape of a view: the view's own index is needed.
-        if self._is_here(value.shape, index):
-            assert isinstance(owner, Pointwise)
+        if isinstance(owner, Pointwise) and self._is_here(value.shape, index):
             return self._rounded(owner, owner.body(*self.position.index(owner.shape)))
         return value.body(*index)
 
