@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,11 @@ READS: dict[str, Output] = {
     "where": lambda out, y: out * torch.where(y >= 1)[0].numel(),
     "a number": lambda out, y: out * float((y >= 1).sum().item()),
     "a branch": lambda out, y: out * (2 if (y >= 1).sum() > 3 else 5),
+    "a selection": lambda out, y: out.masked_select((y >= 1)[:, None]),
+    "a list": lambda out, y: out * sum(y.tolist()),
+    "an array": lambda out, y: out * float(y.numpy().sum()),
+    "an array of NumPy's": lambda out, y: out * float(np.asarray(y).sum()),
+    "DLPack": lambda out, y: out * float(np.from_dlpack(y).sum()),
     "written copies": lambda out, y: out[torch.zeros(6).copy_(y).add_(1).ge_(2).bool()],
 }
 

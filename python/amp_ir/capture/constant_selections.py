@@ -17,17 +17,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amp_ir.capture.constant_values import constant_value
 
 aten = torch.ops.aten
-# (op, whether its second argument is one mask or a list of indices, some of which are masks).
-_SELECTS = {aten.masked_select.default: True, aten.index.Tensor: False}
+# The second argument is a mask, or a list of indices, some of which are masks.
+_SELECTS = (aten.masked_select.default, aten.index.Tensor)
 _MASKS = (torch.bool, torch.uint8)
 
 
 def select_by_constants(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what the op returns where no input decides its shapes; None where one does."""
     if func in _SELECTS:
-        masks = [args[1]] if _SELECTS[func] else args[1]
+        x, masks = args[:2]
+        if func is aten.masked_select.default:
+            x, mask = torch.broadcast_tensors(x, masks)
+            masks = [mask]
         indices = _positions(masks)
-        return None if indices is None else aten.index.Tensor(args[0], indices)
+        return None if indices is None else aten.index.Tensor(x, indices)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     values = [_value(one) if isinstance(one, torch.Tensor) else one for one in leaves]
     if any(

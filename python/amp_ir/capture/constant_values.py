@@ -78,8 +78,9 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(found, torch.Tensor):
         return None
     note = _note.get()
-    for one in outside if note is not None else ():
-        note(one)
+    if note is not None:
+        for one in outside:
+            note(one)
     return found
 
 

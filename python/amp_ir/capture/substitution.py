@@ -7,12 +7,13 @@ replaced by its fake there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.data_assignments import DataAssignments
@@ -36,6 +37,12 @@ _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 # What print and f-strings call. With a specification it is the text of a number, else of a tensor.
 _TO_TEXT = (torch.Tensor.__repr__, torch.Tensor.__format__)
+# What takes values from memory, past every mode: of a tensor from outside of the step those that it
+# has at the capture.
+_TAKES_VALUES = (
+    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+)  # fmt: skip
 # Types of arguments that are passed on.
 _AS_THEY_ARE = frozenset(
     (FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -60,12 +67,14 @@ class Substitution(TorchFunctionMode):
         transaction: Transaction,
         locator: Locator,
         diagnostics: Diagnostics,
+        note_read: Callable[[torch.Tensor], None],
     ) -> None:
         super().__init__()
         self._fakes = fakes
         self._watch = watch
         self._locator = locator
         self._diagnostics = diagnostics
+        self._note_read = note_read
         self.data = DataAssignments(fakes.values(), transaction, diagnostics, locator)
         self.shown_at: dict[Location, None] = {}
 
@@ -99,7 +108,15 @@ class Substitution(TorchFunctionMode):
             self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
             raise TracingStopped from unsupported
 
+    def _values_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what is taken from the memory of a tensor from outside, which is a guard then."""
+        self._note_read(args[0])
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _TAKES_VALUES and not isinstance(args[0], FakeTensor):
+            return self._values_of(func, args, kwargs)
         if not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args)):
             return PackedPart.__torch_function__(func, (), args, kwargs)
         if func in _COMPUTES_WITH_NUMBERS and holds_symbol((args, kwargs)):

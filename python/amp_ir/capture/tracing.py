@@ -156,7 +156,10 @@ class StepTracer:
                         takes_packed=self._arguments.takes_packed,
                     )
                 )
-                calls = Substitution(fakes, watch, transaction, self._locator, self._diagnostics)
+                calls = Substitution(
+                    fakes, watch, transaction, self._locator, self._diagnostics,
+                    self.observer.note_read,
+                )  # fmt: skip
                 stack.enter_context(calls)
                 self.observer.add_models(state.models)
                 self.effects.begin(state.models, state.optimizers)
