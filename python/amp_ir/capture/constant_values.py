@@ -26,7 +26,6 @@ from amp_ir.capture.alias_sets import declared_aliases
 _MOST_ELEMENTS = 2**24
 _MOST_NODES = 512
 aten = torch.ops.aten
-# A tensor that the step makes itself, as by `torch.tensor`, is only read by these.
 _LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
 _Note = Callable[[torch.Tensor], None]
@@ -64,7 +63,7 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
                 value = getattr(root, str(node.target))
                 if isinstance(value, FakeTensor):
                     return None
-                if any(user.target not in _LITERALS for user in node.users):
+                if is_from_outside(node):
                     outside.append(value)
                 # A copy, for what the step writes into it is written here too.
                 values[node] = value.clone()
@@ -82,6 +81,11 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
         for one in outside:
             note(one)
     return found
+
+
+def is_from_outside(node: torch.fx.Node) -> bool:
+    """Return whether a constant is no tensor that the step makes itself, as by `torch.tensor`."""
+    return any(user.target not in _LITERALS for user in node.users)
 
 
 def _nodes_behind(last: torch.fx.Node) -> list[torch.fx.Node] | None:

@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_ir.capture.constant_values import is_from_outside
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.state import State, StateTensor, fake_of
 from amp_ir.capture.traced import Traced
@@ -24,7 +25,6 @@ from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
 from amp_ir.ir.unusable_tensors import tensor_error
 
 aten = torch.ops.aten
-_LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 Names = Mapping[int, tuple[torch.Tensor, Callable[[], str]]]
 
 
@@ -100,7 +100,7 @@ def _constants(module: torch.fx.GraphModule) -> list[tuple[torch.Tensor, list[to
         if node.op != "get_attr":
             continue
         tensor = getattr(module, str(node.target))
-        if isinstance(tensor, torch.Tensor) and any(u.target not in _LITERALS for u in node.users):
+        if isinstance(tensor, torch.Tensor) and is_from_outside(node):
             found.setdefault(id(tensor), (tensor, []))[1].append(node)
     return list(found.values())
 

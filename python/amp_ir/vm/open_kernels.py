@@ -222,11 +222,7 @@ class _Opening:
     def _is_outer(self, loop: For) -> bool:
         if loop.kind == ForKind.PARALLEL:
             return True
-        if self._parallel_only:
-            return False
-        if is_over_numbers(loop):
-            return True
-        if loop not in self._nests.of_vectors:
+        if self._parallel_only or not (loop in self._nests.of_vectors or is_over_numbers(loop)):
             return False
         if is_over_rows(loop) or (self._with_blocks and is_over_blocks(loop)):
             return True

@@ -75,7 +75,7 @@ class GuardedObjects:
         """Return whether nothing differs, given that nothing was written to `dictionaries`."""
         return (
             not self._arrays
-            and not self._read_values
+            and all(_has_same_bits(tensor, value) for tensor, value, _ in self._read_values)
             and all(type(p.now()) is type(p.before) for p in self.followed.values())
             and all(place.now() is place.before for place in self._others)
             and all(_is_untouched(contents) for contents in self._lists)
