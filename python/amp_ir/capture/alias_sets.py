@@ -153,6 +153,15 @@ def declared_aliases(
     return aliased, written
 
 
+def shared_memory(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments in whose memory the results of a node lie, by its schema."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes
+    if isinstance(node.target, torch._ops.OpOverload):
+        return declared_aliases(node, node.target)[0]
+    return []
+
+
 def _is_described(target: Any) -> bool:
     """Return whether the op declares what it writes and aliases, and depends on no value."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in DESCRIBED:

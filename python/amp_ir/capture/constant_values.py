@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_ir.capture.alias_sets import declared_aliases
+from amp_ir.capture.alias_sets import shared_memory
 
 # A mask of positions by positions, of 4096 tokens, is as large.
 _MOST_ELEMENTS = 2**24
@@ -114,11 +113,7 @@ def _memory_of_nodes(graph: torch.fx.Graph) -> dict[torch.fx.Node, set[torch.fx.
     """Return, for each node, the nodes that made the memory which its results lie in."""
     found: dict[torch.fx.Node, set[torch.fx.Node]] = {}
     for node in graph.nodes:
-        shared: Sequence[torch.fx.Node] = ()
-        if node.target is operator.getitem:
-            shared = node.all_input_nodes
-        elif isinstance(node.target, torch._ops.OpOverload):
-            shared, _ = declared_aliases(node, node.target)
+        shared = shared_memory(node)
         found[node] = set().union(*(found[one] for one in shared)) if shared else {node}
     return found
 

@@ -11,7 +11,6 @@ write to that is refused.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
+from amp_ir.capture.alias_sets import shared_memory
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.transaction import Transaction
@@ -142,14 +142,8 @@ def _node(tensor: torch.Tensor) -> fx.Node | None:
 
 def _source(node: fx.Node) -> fx.Node:
     """Return the node in whose memory the result of another one is."""
-    while node.args and isinstance(node.args[0], fx.Node):
-        if isinstance(node.target, torch._ops.OpOverload):
-            first = node.target._schema.arguments[:1]
-            if not first or first[0].alias_info is None:
-                break
-        elif node.target is not operator.getitem:
-            break
-        node = node.args[0]
+    while shared := shared_memory(node):
+        node = shared[0]
     return node
 
 
