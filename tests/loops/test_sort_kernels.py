@@ -14,7 +14,9 @@ from kernel_check import run_cuda_modules, run_kernels
 from relax_functions import build
 
 # Rows of one warp, of a block, of several blocks with a rest, and along an outer axis.
-SHAPES = [((5, 7), 1), ((3, 64), 1), ((2, 700), 1), ((300, 6), 0), ((9,), 0), ((4, 1), 1)]
+SHAPES = [
+    ((5, 7), 1), ((6, 4), 1), ((3, 64), 1), ((2, 700), 1), ((300, 6), 0), ((9,), 0), ((4, 1), 1),
+]  # fmt: skip
 DTYPES = ["float32", "bfloat16", "float16", "int64", "bool"]
 
 

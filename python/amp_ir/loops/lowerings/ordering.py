@@ -21,6 +21,10 @@ from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, task_buffer
 from amp_ir.loops.ir import TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 
+# As wide as an address: from two neighbours of 32 bits, stored at once, LLVM may take both for the
+# address of an element (seen for rows of four with AVX2).
+_POSITION = "int64"
+
 
 @attrs.frozen
 class _Rows:
@@ -114,9 +118,9 @@ class _RowSort:
     places: tirx.Var = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        made = [task_buffer(self.length, "int32", name) for name in ("order", "merged")]
+        made = [task_buffer(self.length, _POSITION, name) for name in ("order", "merged")]
         object.__setattr__(self, "rows", tuple(made))
-        places = task_buffer(2, "int32", "places")
+        places = task_buffer(2, _POSITION, "places")
         object.__setattr__(self, "places", places)
 
     def statements(self) -> tuple[list[tirx.Stmt], tirx.Var]:
@@ -126,7 +130,11 @@ class _RowSort:
             tirx.AllocBuffer(now),
             tirx.AllocBuffer(other),
             tirx.AllocBuffer(self.places),
-            _serial(self.length, "at", lambda at: tirx.BufferStore(self.rows[0], at, [at])),
+            _serial(
+                self.length,
+                "at",
+                lambda at: tirx.BufferStore(self.rows[0], m.cast(at, _POSITION), [at]),
+            ),
         ]
         width = 1
         while width < self.length:
@@ -158,14 +166,14 @@ class _RowSort:
             )  # fmt: skip
 
         return tirx.SeqStmt([
-            tirx.BufferStore(self.places, low, [0]),
-            tirx.BufferStore(self.places, middle, [1]),
+            tirx.BufferStore(self.places, m.cast(low, _POSITION), [0]),
+            tirx.BufferStore(self.places, m.cast(middle, _POSITION), [1]),
             _serial(high - low, "item", take),
         ])  # fmt: skip
 
     def _move(self, target: tirx.Var, to: Any, run: int, position: Any) -> tirx.Stmt:
         place = tirx.BufferLoad(self.places, [run])
-        step = tirx.BufferStore(self.places, place + tirx.const(1, "int32"), [run])
+        step = tirx.BufferStore(self.places, place + tirx.const(1, _POSITION), [run])
         return tirx.SeqStmt([tirx.BufferStore(target, position, [to]), step])
 
 
