@@ -20,7 +20,7 @@ class TableSum:
 
     The rows of an id are summed first, times all `factors`: added one by one to a weight, each
     could be too small to change it. Rows without an id get zero times the factors: nothing, unless
-    one of these is infinite or NaN.
+    one of these is infinite or NaN. The table has `height` rows.
     """
 
     grad: FlatBuffer
@@ -29,6 +29,7 @@ class TableSum:
     padding_idx: int | None
     base: FlatBuffer | None
     factors: list[FlatBuffer]
+    height: int
 
     def id_of(self, item: Any) -> Any:
         """Return the row of the table that an item is added to; `counts` says whether it is."""
@@ -36,7 +37,7 @@ class TableSum:
 
     def counts(self, id_: Any) -> Any:
         """Return whether the rows of an id count: outside of the table they must not be written."""
-        inside = m.inside(id_, self.out.spec.shape[0])
+        inside = m.inside(id_, self.height)
         if self.padding_idx is None:
             return inside
         return tirx.all(inside, tirx.NE(id_, tirx.const(self.padding_idx, "int32")))

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from tvm import tirx
 
+from amp_ir.ir.vector_instructions import LANES
 from amp_ir.loops.builders import unflatten
 from amp_ir.loops.group import Domain
 from amp_ir.loops.ir import Index, Value
@@ -66,7 +67,8 @@ class Part:
 class Position:
     """The element that a kernel computes: a row, and a column unless `column` is None.
 
-    `row` and `column` are the positions along the row and column axes, one entry per axis.
+    `row` and `column` are the positions along the row and column axes, one entry per axis; `lane`
+    is the variable of the vector loop, if any.
     """
 
     domain: Domain
@@ -74,6 +76,7 @@ class Position:
     column_axes: list[Axis]
     row: list[Any]
     column: list[Any] | None
+    lane: Any = None
     _indices: dict[tuple[int, ...], Index] = attrs.field(factory=dict)
 
     def part_of(self, value: Value) -> Part | None:
@@ -112,7 +115,7 @@ class Position:
             return self._index_by_axis()
         if len(self.row_axes) <= 1 and len(self.column_axes) == 1:
             row = self.row[0] if self.row else 0
-            return split_index(row, self.column[0], self.column_axes[0].extent, shape)
+            return split_index(row, self.column[0], self.column_axes[0].extent, shape, self.lane)
         return unflatten(self.flat(), shape)
 
     def _index_by_axis(self) -> Index:
@@ -120,18 +123,23 @@ class Position:
         index: list[Any] = [0] * len(self.domain.shape)
         pairs = zip(self.row_axes + self.column_axes, self.row + self.column, strict=True)
         for axis, variable in pairs:
-            extents = [self.domain.shape[d] for d in axis.dimensions]
-            for d, i in zip(axis.dimensions, unflatten(variable, extents), strict=True):
+            extents = tuple(self.domain.shape[d] for d in axis.dimensions)
+            own = split_index(0, variable, axis.extent, extents, self.lane)
+            for d, i in zip(axis.dimensions, own, strict=True):
                 index[d] = i
         return tuple(index)
 
 
-def split_index(row: Any, column: Any, columns: int, shape: tuple[int, ...]) -> Index:
+def split_index(
+    row: Any, column: Any, columns: int, shape: tuple[int, ...], lane: Any = None
+) -> Index:
     """Return the index in `shape` of flat position `row * columns + column`, with few divisions.
 
     A dimension inside the row or inside the column depends on that variable alone; a dimension that
-    spans both depends on both.
+    spans both depends on both. A position that whole vectors of columns have in common does not
+    depend on the `lane`.
     """
+    start = None if lane is None else _start_of_vector(column, lane)
     index: list[Any] = []
     strides = _strides(shape)
     total = math.prod(shape)
@@ -143,14 +151,48 @@ def split_index(row: Any, column: Any, columns: int, shape: tuple[int, ...]) -> 
             i = _divide(row, stride // columns)
             index.append(i if is_first else _modulo(i, n))
         elif columns % (stride * n) == 0:
-            i = _divide(column, stride)
-            index.append(i if stride * n == columns else _modulo(i, n))
+            index.append(_inside(column, start, lane, (stride, n, stride * n == columns)))
         elif columns % stride == 0 and (stride * n) % columns == 0:
             i = row if is_first else _modulo(row, stride * n // columns)
             index.append(i * (columns // stride) + _divide(column, stride))
         else:
             return unflatten(row * columns + column, shape)
     return tuple(index)
+
+
+def _inside(column: Any, start: Any, lane: Any, place: tuple[int, int, bool]) -> Any:
+    """Return the position of a column in a dimension of a stride and extent; the last is whole."""
+    stride, extent, is_whole = place
+    if start is not None and stride % LANES == 0:
+        column = start
+    elif start is not None and stride == 1 and extent % LANES == 0 and not is_whole:
+        return _modulo(start, extent) + lane
+    i = _divide(column, stride)
+    return i if is_whole else _modulo(i, extent)
+
+
+def _start_of_vector(column: Any, lane: Any) -> Any | None:
+    """Return the column of a vector's first lane, if that is a multiple of LANES; else None."""
+    if isinstance(column, int):
+        return None
+    if column is lane:
+        return 0
+    terms, waiting = [], [column]
+    while waiting:
+        term = waiting.pop()
+        if isinstance(term, tirx.Add):
+            waiting += [term.b, term.a]
+        else:
+            terms.append(term)
+    others = [term for term in terms if not term.same_as(lane)]
+    if len(others) != len(terms) - 1 or not all(_is_multiple(term) for term in others):
+        return None
+    return _sum(others)
+
+
+def _is_multiple(term: Any) -> bool:
+    numbers = [term.a, term.b] if isinstance(term, tirx.Mul) else [term]
+    return any(isinstance(one, tirx.IntImm) and int(one) % LANES == 0 for one in numbers)
 
 
 def _divide(a: Any, b: int) -> Any:

@@ -179,6 +179,7 @@ class GroupLoops:
         if column is not None and not axes[-1].dimensions:
             axes, column = [], []
         position = self.position(axes, row, column)
+        position.lane = lane
         writer = ElementWriter(self.group, self.buffers, position, row_elements, self.strict, lane)
         writer.allocations, writer.held = self.allocations, self.held
         return writer

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a table on a CPU: the rows of each id are summed, and then added to the table."""
+"""The gradient of a table on a CPU: the rows of each id are summed, and then added to the table.
+
+Or kept as they are, where the table would be many times as large, and mostly zeros.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -31,10 +35,7 @@ def scatter_rows(table: TableSum) -> tirx.Stmt:
     reaches_all = table.reaches_all
     if not table.out.spec.size or (not table.ids.spec.size and reaches_all is None):
         return _started(table)
-    first, after = (
-        FlatBuffer.declare(TensorSpec((max(1, size),), "int32"), name)
-        for name, size in (("first", table.out.spec.shape[0]), ("after", table.ids.spec.size))
-    )
+    first, after = _declare("first", table.height), _declare("after", table.ids.spec.size)
     statements = [tirx.AllocBuffer(first.buffer), _started(table)]
     if reaches_all is not None:
         statements.append(tirx.IfThenElse(reaches_all, _all_without(table, first), None))
@@ -43,11 +44,30 @@ def scatter_rows(table: TableSum) -> tirx.Stmt:
             tirx.AllocBuffer(after.buffer),
             _each_item(table, lambda _item, id_: first.store(id_, _none())),
             _linked(table, first, after),
-            _added(table, first, after),
+            _summed(table, first, after, lambda _item, id_: id_),
         ]
     if reaches_all is not None:
         statements.append(tirx.IfThenElse(reaches_all, _of_none(table, first), None))
     return sequence(statements)
+
+
+def sum_rows(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
+    """Emit the sum of the rows of each id at the place of its first item, which `first` has.
+
+    `first` has -1 for an id that does not occur. `table.out` has a row for each item; that of a
+    later item of an id is not written.
+    """
+    after = _declare("after", table.ids.spec.size)
+    return sequence([
+        _all_without(table, first),
+        tirx.AllocBuffer(after.buffer),
+        _linked(table, first, after),
+        _summed(table, first, after, lambda item, _id: item),
+    ])  # fmt: skip
+
+
+def _declare(name: str, count: int) -> FlatBuffer:
+    return FlatBuffer.declare(TensorSpec((max(1, count),), "int32"), name)
 
 
 def _none() -> Any:
@@ -57,7 +77,7 @@ def _none() -> Any:
 def _all_without(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
     """Emit that no id occurs; later each that does says so."""
     row = tirx.Var("row", "int32")
-    return For(row, 0, table.out.spec.shape[0], ForKind.SERIAL, first.store(row, _none()))
+    return For(row, 0, table.height, ForKind.SERIAL, first.store(row, _none()))
 
 
 def _of_none(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
@@ -102,8 +122,13 @@ def _linked(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
     return _each_item(table, link, lambda step: table.ids.spec.size - 1 - step)
 
 
-def _added(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
-    """Emit the sums: a task has some columns of the ids that begin at every `_PARTS`th item."""
+def _summed(
+    table: TableSum, first: FlatBuffer, after: FlatBuffer, row_of: Callable[[Any, Any], Any]
+) -> tirx.Stmt:
+    """Emit the sums: a task has some columns of the ids that begin at every `_PARTS`th item.
+
+    `row_of(item, id)` is the row of the result for an id and its first item.
+    """
     count, width = table.ids.spec.size, table.out.spec.shape[1]
     block = _BLOCK if width % _BLOCK == 0 else width
     names = ("task", "visit", "start", "item", f"{ROW}_of_table")
@@ -124,7 +149,7 @@ def _added(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
         return tirx.BufferStore(total, summed, [column])
 
     def put(column: Any) -> tirx.Stmt:
-        at = id_ * width + start + column
+        at = row_of(item, id_) * width + start + column
         taken = table.scaled(tirx.BufferLoad(total, [column]))
         return table.out.store(at, taken if table.base is None else table.out.load(at) + taken)
 

@@ -146,7 +146,7 @@ class _Program:
         results = lowering(op, *arguments, **options_of(call))
         values = flat_values(results)
         self.origins.note(values, name, call.span, self.reading)
-        for value in values:
+        for value in [*_opaque_parts(values), *values]:
             if isinstance(value, Opaque):
                 self._opaque_unit(value)
             elif self.disable_fusion:
@@ -230,6 +230,13 @@ def _last_serial(unit: Any) -> int:
         return max(value.serial for value in unit.members)
     results = unit.results if isinstance(unit, LibraryCall) else unit
     return max(value.serial for value in results)
+
+
+def _opaque_parts(values: list[Value]) -> list[Value]:
+    """Return the results of hand-written kernels that these values, whose readers compute, read."""
+    views = [value for value in values if isinstance(value, Pointwise)]
+    read = (one.value for value in views for one in value.reads)
+    return [one for one in read if isinstance(one, Opaque)]
 
 
 def spec_of(type_: relax.Type) -> TensorSpec:
