@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -16,24 +17,24 @@ from amp_ir.loops.elements import dtype_of
 
 @attrs.frozen(eq=False)
 class TableSum:
-    """A table: `base`, or zeros, to whose row `ids[k]` row k of `grad` is added for all k.
+    """A table: `base`, or zeros, to whose row `id_of(k)` row k of `rows` is added for all `items`.
 
     The rows of an id are summed first, times all `factors`: added one by one to a weight, each
-    could be too small to change it. Rows without an id get zero times the factors: nothing, unless
-    one of these is infinite or NaN. The table has `height` rows.
+    could be too small to change it. Or they are added `in_order`, as PyTorch's `index_add` does.
+    Rows without an id get zero times the factors: nothing, unless one of these is infinite or NaN.
+    The table has `height` rows of `width` elements. `counts` says whether a row is added at all.
     """
 
-    grad: FlatBuffer
-    ids: FlatBuffer
+    rows: FlatBuffer
+    items: int
+    id_of: Callable[[Any], Any]
     out: FlatBuffer
     padding_idx: int | None
     base: FlatBuffer | None
-    factors: list[FlatBuffer]
     height: int
-
-    def id_of(self, item: Any) -> Any:
-        """Return the row of the table that an item is added to; `counts` says whether it is."""
-        return tirx.Cast("int32", self.ids.load(item))
+    width: int
+    factors: Sequence[FlatBuffer] = ()
+    in_order: bool = False
 
     def counts(self, id_: Any) -> Any:
         """Return whether the rows of an id count: outside of the table they must not be written."""

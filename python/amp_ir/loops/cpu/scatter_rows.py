@@ -33,13 +33,13 @@ def scatter_rows(table: TableSum) -> tirx.Stmt:
     `first` has the first item of each id that occurs, `after` the next item of the same id, or -1.
     """
     reaches_all = table.reaches_all
-    if not table.out.spec.size or (not table.ids.spec.size and reaches_all is None):
+    if not table.out.spec.size or (not table.items and reaches_all is None):
         return _started(table)
-    first, after = _declare("first", table.height), _declare("after", table.ids.spec.size)
+    first, after = _declare("first", table.height), _declare("after", table.items)
     statements = [tirx.AllocBuffer(first.buffer), _started(table)]
     if reaches_all is not None:
         statements.append(tirx.IfThenElse(reaches_all, _all_without(table, first), None))
-    if table.ids.spec.size:
+    if table.items:
         statements += [
             tirx.AllocBuffer(after.buffer),
             _each_item(table, lambda _item, id_: first.store(id_, _none())),
@@ -57,7 +57,7 @@ def sum_rows(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
     `first` has -1 for an id that does not occur. `table.out` has a row for each item; that of a
     later item of an id is not written.
     """
-    after = _declare("after", table.ids.spec.size)
+    after = _declare("after", table.items)
     return sequence([
         _all_without(table, first),
         tirx.AllocBuffer(after.buffer),
@@ -82,7 +82,7 @@ def _all_without(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
 
 def _of_none(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
     """Emit NaN in the rows whose id does not occur."""
-    (rows, width), out = table.out.spec.shape, table.out
+    rows, width, out = table.height, table.width, table.out
     row, column = tirx.Var(ROW, "int32"), tirx.Var("column", "int32")
     nan = m.constant(math.nan, compute_dtype(out.spec.dtype))
     put = For(column, 0, width, ForKind.SERIAL, out.store(row * width + column, nan))
@@ -92,7 +92,7 @@ def _of_none(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
 
 def _started(table: TableSum) -> tirx.Stmt:
     """Emit zeros, or the copy of `base` where that is other memory, as only the kernel knows."""
-    (rows, width), out, base = table.out.spec.shape, table.out, table.base
+    rows, width, out, base = table.height, table.width, table.out, table.base
     if base is None:
         zero = m.constant(0.0, compute_dtype(out.spec.dtype))
         return for_each(rows, width, lambda flat: out.store(flat, zero))
@@ -110,7 +110,7 @@ def _each_item(table: TableSum, body: Any, order: Any = None) -> tirx.Stmt:
         tirx.Bind(id_, table.id_of(item)),
         tirx.IfThenElse(table.counts(id_), body(item, id_), None),
     ]
-    return For(step, 0, table.ids.spec.size, ForKind.SERIAL, tirx.SeqStmt(statements))
+    return For(step, 0, table.items, ForKind.SERIAL, tirx.SeqStmt(statements))
 
 
 def _linked(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
@@ -119,7 +119,7 @@ def _linked(table: TableSum, first: FlatBuffer, after: FlatBuffer) -> tirx.Stmt:
     def link(item: Any, id_: Any) -> tirx.Stmt:
         return tirx.SeqStmt([after.store(item, first.load(id_)), first.store(id_, item)])
 
-    return _each_item(table, link, lambda step: table.ids.spec.size - 1 - step)
+    return _each_item(table, link, lambda step: table.items - 1 - step)
 
 
 def _summed(
@@ -129,7 +129,7 @@ def _summed(
 
     `row_of(item, id)` is the row of the result for an id and its first item.
     """
-    count, width = table.ids.spec.size, table.out.spec.shape[1]
+    count, width = table.items, table.width
     block = _BLOCK if width % _BLOCK == 0 else width
     names = ("task", "visit", "start", "item", f"{ROW}_of_table")
     task, step, start, item, id_ = (tirx.Var(name, "int32") for name in names)
@@ -139,10 +139,13 @@ def _summed(
     current = tirx.BufferLoad(now, [zero])
 
     def grad(row: Any, column: Any) -> Any:
-        return m.cast(table.grad.load(row * width + start + column), dtype)
+        return m.cast(table.rows.load(row * width + start + column), dtype)
 
     def of_first(column: Any) -> tirx.Stmt:
-        return tirx.BufferStore(total, grad(item, column), [column])
+        one = grad(item, column)
+        if table.in_order and table.base is not None:
+            one = table.out.load(row_of(item, id_) * width + start + column) + one
+        return tirx.BufferStore(total, one, [column])
 
     def of_next(column: Any) -> tirx.Stmt:
         summed = tirx.BufferLoad(total, [column]) + grad(current, column)
@@ -151,7 +154,8 @@ def _summed(
     def put(column: Any) -> tirx.Stmt:
         at = row_of(item, id_) * width + start + column
         taken = table.scaled(tirx.BufferLoad(total, [column]))
-        return table.out.store(at, taken if table.base is None else table.out.load(at) + taken)
+        is_whole = table.base is None or table.in_order
+        return table.out.store(at, taken if is_whole else table.out.load(at) + taken)
 
     def move(row: Any) -> tirx.Stmt:
         return tirx.BufferStore(now, after.load(row), [zero])

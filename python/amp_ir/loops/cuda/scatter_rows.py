@@ -64,7 +64,7 @@ def scatter_launches(table: TableSum) -> list[tirx.Stmt]:
     statements.append(_copy(base, total) if base is not None else _clear(total))
     if table.reaches_all is not None:
         statements.append(_of_none(table, total))
-    if table.ids.spec.size and total.spec.size:
+    if table.items and total.spec.size:
         scatter = _Scatter(table, total)
         statements += [*scatter.allocations(), *scatter.launches()]
     if total is not out:
@@ -115,9 +115,9 @@ def _of_none(table: TableSum, total: FlatBuffer) -> tirx.Stmt:
 
         taken = total.store(at, m.constant(math.nan, total.spec.dtype))
         return [
-            tirx.Bind(row, tirx.floordiv(at, total.spec.shape[1])),
+            tirx.Bind(row, tirx.floordiv(at, table.width)),
             *found.start(),
-            *(loop(table.ids.spec.size, "item", look) if table.ids.spec.size else []),
+            *(loop(table.items, "item", look) if table.items else []),
             *guarded(tirx.EQ(found.result(), 0), [taken]),
         ]
 
@@ -208,9 +208,9 @@ class _Scatter:
     partial: FlatBuffer = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.count = self.table.ids.spec.size
+        self.count = self.table.items
         self.chunks = -(-self.count // _CHUNK)
-        self.rows, self.columns = self.total.spec.shape
+        self.rows, self.columns = self.table.height, self.table.width
         self.width = _width_of(self.columns)
         self.order = FlatBuffer.declare(TensorSpec((self.count,), "int32"), "order")
         self.targets = FlatBuffer.declare(TensorSpec((self.count,), "int32"), "targets")
@@ -321,7 +321,7 @@ class _Scatter:
             start, column = tirx.Var("start", "int32"), tirx.Var("column", "int32")
             vector = tirx.floormod(block, tiles) * threads + thread
             inside = column < self.columns if vectors % threads else None
-            dtype = self.table.grad.spec.dtype
+            dtype = self.table.rows.spec.dtype
             held = local_buffer(_CHUNK * self.width, physical_dtype(dtype), "held")
             target = local_buffer(_CHUNK, "int32", "target")
             running = ThreadAccumulator.declare("sum", "float64", self.width)
@@ -329,7 +329,7 @@ class _Scatter:
             def load(k: Any) -> list[tirx.Stmt]:
                 item = self.order.load(start + k)
                 row = tirx.BufferLoad(
-                    self.table.grad.buffer, [_at(item * self.columns + column, self.width)]
+                    self.table.rows.buffer, [_at(item * self.columns + column, self.width)]
                 )
                 fetch = [
                     tirx.BufferStore(target, self.targets.load(start + k), [k]),

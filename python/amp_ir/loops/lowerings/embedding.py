@@ -3,23 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import tirx
 
-from amp_ir.loops import math as m
-from amp_ir.loops.body_context import let
-from amp_ir.loops.builders import opaque, pointwise
+from amp_ir.loops.builders import pointwise
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
-from amp_ir.loops.cpu.scatter_rows import scatter_rows, sum_rows
-from amp_ir.loops.ir import TensorSpec, Value, compute_dtype
+from amp_ir.loops.ir import Value
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.gather import row_index
-from amp_ir.loops.table_sum import TableSum
-
-# A table of so many times the elements of the rows that are summed into it is mostly zeros, and
-# which row is where takes little beside rows of so many columns.
-_FEW = 8
+from amp_ir.loops.lowerings.table_rows import AddedRows, sums_from_zero, sums_onto
 
 
 @lowers("amp_ir.embedding")
@@ -48,47 +42,12 @@ def embedding_backward(
     memory if that has no other reader: then no row without an id is touched.
     """
     result = op.results[0]
-    padding_idx = options.get("padding_idx")
-    are_few = 0 < grad.size * _FEW <= result.size and result.shape[1] >= _FEW
-    # A GPU's kernels add a chunk of items each, wherever their ids lie.
-    if are_few and base is None and not op.arithmetic_is_free:
-        return _by_rows(grad, ids, result, padding_idx)
 
-    def table_of(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> TableSum:
-        start = inputs[2] if base is not None else None
-        factors, height = inputs[3:], result.shape[0]
-        return TableSum(inputs[0], inputs[1], outputs[0], padding_idx, start, factors, height)
+    def id_of(buffers: Sequence[FlatBuffer], item: Any) -> Any:
+        return tirx.Cast("int32", buffers[0].load(item))
 
-    def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
-        return scatter_rows(table_of(inputs, outputs))
-
-    def emit_cuda(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> list[tirx.Stmt]:
-        from amp_ir.loops.cuda.scatter_rows import scatter_launches
-
-        return scatter_launches(table_of(inputs, outputs))
-
-    inputs = [grad, ids] if base is None else [grad, ids, base, *factors]
-    pairs = () if base is None else ((0, 2),)
-    return opaque("embedding_backward", inputs, [result], emit, pairs, emit_cuda)[0]
-
-
-def _by_rows(grad: Value, ids: Value, result: TensorSpec, padding_idx: int | None) -> Value:
-    """Return the gradient as a view of the sums of few rows, which its readers compute.
-
-    A norm and an optimizer's update read the sums; no table of zeros is in memory for them.
-    """
-    height, width = result.shape
-
-    def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
-        (rows, items), (sums, first) = inputs, outputs
-        return sum_rows(TableSum(rows, items, sums, padding_idx, None, [], height), first)
-
-    specs = [TensorSpec((ids.size, width), result.dtype), TensorSpec((height,), "int32")]
-    sums, first = opaque("embedding_backward", [grad, ids], specs, emit)
-
-    def body(row: Any, column: Any) -> Any:
-        item = let(first[(row,)])
-        zero = m.constant(0.0, compute_dtype(result.dtype))
-        return m.select(item < 0, zero, sums[(let(m.clamp(item, ids.size)), column)])
-
-    return pointwise(result.shape, result.dtype, body)
+    added = AddedRows(
+        "embedding_backward", grad, [ids], id_of, ids.size, result,
+        padding_idx=options.get("padding_idx"),
+    )  # fmt: skip
+    return sums_from_zero(op, added) if base is None else sums_onto(base, added, factors)

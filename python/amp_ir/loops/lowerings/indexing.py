@@ -3,7 +3,7 @@
 
 A write sees its target as [before, indexed..., after]: tasks divide what is not indexed, and each
 takes all indices in order. So no two tasks write the same element, and sums do not depend on the
-number of threads.
+number of threads. Where whole rows are added, a CPU has a kernel that takes them as vectors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from tvm.tirx import For, ForKind
 
 from amp_ir.dialect.indexing import indexed_shape
 from amp_ir.loops import math as m
-from amp_ir.loops.builders import flatten, opaque, pointwise, unflatten
+from amp_ir.loops.builders import flatten, opaque, pointwise, reshape, unflatten
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
-from amp_ir.loops.ir import TensorSpec, Value, compute_dtype
+from amp_ir.loops.ir import Constant, Pointwise, TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.gather import row_index
+from amp_ir.loops.lowerings.table_rows import AddedRows, sums_from_zero, sums_onto
 
 
 @lowers("amp_ir.index")
@@ -95,6 +96,10 @@ def index_put(
 ) -> Value:
     """Copy x, then write in order; see the top of the file."""
     shapes = tuple(one.shape for one in ids)
+    if accumulate:
+        added = _rows_at(x, values, ids, tuple(axes))
+        if added is not None and not op.arithmetic_is_free:
+            return _with_rows(op, x, added)
     _, together, place = indexed_shape(x.shape, shapes, tuple(axes))
     kept_axes = [d for d in range(len(x.shape)) if d not in axes]
     kept_shape = [x.shape[d] for d in kept_axes]
@@ -121,6 +126,36 @@ def index_put(
         )  # fmt: skip
 
     return opaque("index_put", [x, values, *ids], [op.results[0]], emit)[0]
+
+
+def _rows_at(
+    x: Value, values: Value, ids: Sequence[Value], axes: tuple[int, ...]
+) -> AddedRows | None:
+    """Return the rows that are added to x, whose leading axes are indexed; None if others are."""
+    shape, leading = ids[0].shape, len(axes)
+    is_plain = axes == tuple(range(leading)) and all(one.shape == shape for one in ids)
+    if not is_plain or values.shape != (*shape, *x.shape[leading:]) or "float" not in x.dtype:
+        return None
+
+    def id_of(buffers: Sequence[FlatBuffer], item: Any) -> Any:
+        pairs = zip(buffers, x.shape, strict=False)
+        at = tuple(_wrapped(one.load(item), n) for one, n in pairs)
+        return flatten(at, x.shape[:leading])
+
+    spec = TensorSpec(x.shape, x.dtype)
+    return AddedRows("index_put", values, ids, id_of, math.prod(shape), spec, leading)
+
+
+def _with_rows(op: Lowering, x: Value, added: AddedRows) -> Value:
+    return sums_from_zero(op, added) if _is_zero(x) else sums_onto(x, added, in_order=True)
+
+
+def _is_zero(x: Value) -> bool:
+    """Return whether all elements are known to be zero."""
+    if isinstance(x, Constant):
+        return x.number == 0
+    is_filled = isinstance(x, Pointwise) and x.is_view and len(x.reads) == 1
+    return is_filled and _is_zero(x.reads[0].value)
 
 
 def _in_order(
@@ -166,6 +201,11 @@ def _scattered(op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduct
     axis %= len(x.shape)
     others = [n for d, n in enumerate(ids.shape) if d != axis]
     combine = _COMBINE[reduction]
+    rows = _row_ids(x, ids, src) if axis == 0 and reduction == "add" else None
+    if rows is not None:
+        added = _rows_at(x, src, [rows], (0,))
+        if added is not None and not op.arithmetic_is_free:
+            return _with_rows(op, x, added)
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         source, places, added = inputs
@@ -183,3 +223,14 @@ def _scattered(op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduct
         return _written(source, outputs[0], writes, is_sum=is_sum)
 
     return opaque("scatter", [x, ids, src], [op.results[0]], emit)[0]
+
+
+def _row_ids(x: Value, ids: Value, src: Value) -> Value | None:
+    """Return the index of each row, where `ids` [n, ...] repeats one along each of x; else None."""
+    if ids.shape != src.shape or ids.shape[1:] != x.shape[1:] or not isinstance(ids, Pointwise):
+        return None
+    if not ids.is_view or len(ids.reads) != 1 or ids.reads[0].place != "broadcast":
+        return None
+    once = ids.reads[0].value
+    is_a_row = len(once.shape) == len(ids.shape) and once.size == once.shape[0] == ids.shape[0]
+    return reshape(once, (once.size,)) if is_a_row else None

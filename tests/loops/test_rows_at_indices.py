@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of rows at indices: gradients of look-ups, messages of graphs, tokens of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_ir
+from amp_ir.api import lower
+
+Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+IDS = torch.tensor([3, 3, 0, 29, 3, 7, 7, 0, 0, 1, 2, 3])
+
+
+def expanded(ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return ids.view(-1, *[1] * (like.dim() - 1)).expand_as(like)
+
+
+# What is added to a table at `ids`, as users write it.
+SUMS: dict[str, Sum] = {
+    "index_add": lambda table, ids, rows: table.index_add(0, ids, rows),
+    "scaled": lambda table, ids, rows: table.index_add(0, ids, rows, alpha=0.5),
+    "scatter_add": lambda table, ids, rows: table.scatter_add(0, expanded(ids, rows), rows),
+    "index_put": lambda table, ids, rows: table.index_put((ids,), rows, accumulate=True),
+    "negative": lambda table, ids, rows: table.index_put((ids - 30,), rows, accumulate=True),
+    "onto zeros": lambda table, ids, rows: torch.zeros_like(table).index_add(0, ids, rows) + table,
+    "scattered onto zeros": lambda table, ids, rows: (
+        torch.zeros_like(table).scatter_add(0, expanded(ids, rows), rows) + table
+    ),
+}
+
+
+def compared(
+    step: Callable[..., torch.Tensor], *arguments: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a compiled function and PyTorch return."""
+    mod, args = amp_ir.trace_step(step, arguments, model=nn.Identity())
+    compiled = amp_ir.compile(mod)
+    found = compiled(*args)
+    return (found[0] if isinstance(found, tuple) else found), step(*arguments)
+
+
+def kernels_with_lists(mod: Any) -> list[str]:
+    """The kernels that go along the items of each index, whose rows they take as vectors."""
+    functions = lower(mod).ir.functions.items()
+    return [key.name_hint for key, function in functions if "while" in str(function)]
+
+
+@pytest.mark.parametrize("shape", [(30, 64), (30, 7), (30,), (30, 3, 16), (30, 200)], ids=str)
+@pytest.mark.parametrize("name", SUMS)
+def test_rows_are_added_in_order_to_the_bit(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    table, rows = torch.randn(shape), torch.randn(len(IDS), *shape[1:])
+    found, right = compared(SUMS[name], table, IDS, rows)
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("name", ["index_add", "scatter_add"])
+def test_rows_of_other_dtypes_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    table, rows = ((10 * torch.randn(n, 40)).to(dtype) for n in (30, len(IDS)))
+    found, _ = compared(SUMS[name], table, IDS, rows)
+    wide = dtype if dtype in (torch.float64, torch.int64) else torch.float32
+    right = SUMS[name](table.to(wide), IDS, rows.to(wide)).to(dtype)
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+def test_two_indices_and_an_index_of_two_dimensions_name_rows() -> None:
+    torch.manual_seed(3)
+    table, rows = torch.randn(4, 5, 32), torch.randn(2, 6, 32)
+    first, second = torch.randint(0, 4, (2, 6)), torch.randint(-5, 5, (2, 6))
+
+    def step(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return table.index_put((first, second), rows, accumulate=True)
+
+    found, right = compared(step, table, rows)
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+def test_no_index_adds_nothing() -> None:
+    table = torch.randn(6, 16)
+    found, right = compared(SUMS["index_add"], table, IDS[:0], torch.randn(0, 16))
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [30, 4000])
+@pytest.mark.parametrize("look_up", ["weight[ids]", "index_select", "embedding", "expanded gather"])
+def test_the_gradient_of_a_look_up_trains_as_in_eager(look_up: str, rows: int) -> None:
+    """Four steps with clipping and AdamW, whose updates need the whole gradient."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.weight = nn.Parameter(torch.randn(rows, 24))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if look_up == "weight[ids]":
+                return self.weight[ids]
+            if look_up == "index_select":
+                return self.weight.index_select(0, ids)
+            if look_up == "embedding":
+                return nn.functional.embedding(ids, self.weight)
+            return self.weight.gather(0, ids[:, None].expand(-1, 24))
+
+    def losses(compile_it: bool) -> tuple[list[float], torch.Tensor]:
+        model = Table()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            loss = model(ids).tanh().square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run: Any = amp_ir.jit(step, model=model, optimizer=optimizer) if compile_it else step
+        return [run(IDS.roll(k)).item() for k in range(4)], model.weight.detach()
+
+    (found, weight), (right, expected) = losses(True), losses(False)
+    # Norms are summed in another order.
+    torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+    torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_whole_rows_are_taken_as_vectors(name: str) -> None:
+    mod, _ = amp_ir.trace_step(
+        SUMS[name], (torch.randn(30, 64), IDS, torch.randn(len(IDS), 64)), model=nn.Identity()
+    )
+    assert len(kernels_with_lists(mod)) == 1
+
+
+def test_columns_are_added_as_before() -> None:
+    """Along another axis than the first there are no rows to take."""
+    torch.manual_seed(5)
+    table, rows = torch.randn(16, 30), torch.randn(16, len(IDS))
+
+    def step(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return table.index_add(1, IDS, rows)
+
+    mod, _ = amp_ir.trace_step(step, (table, rows), model=nn.Identity())
+    assert not kernels_with_lists(mod)
+    found, right = compared(step, table, rows)
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
