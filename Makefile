@@ -81,7 +81,8 @@ NOT_BY_ONEDNN := $(addprefix tests/, \
 	amp/test_autocast_workloads.py dialect/test_dialect_gradients.py dialect/test_dialect_kernels.py \
 	dispatch/test_recurrence_call.py loops/test_held_rows.py loops/test_kernel_floats.py \
 	loops/test_loops_math.py loops/test_loss_kernels.py loops/test_relax_lowerings.py \
-	loops/test_rows_at_indices.py loops/test_scatter_rows.py loops/test_scattered_reads.py loops/test_sort_kernels.py loops/test_sums_over_few_rows.py \
+	loops/test_rows_at_indices.py loops/test_scatter_rows.py loops/test_scattered_reads.py \
+	loops/test_sort_kernels.py loops/test_sums_over_few_rows.py \
 	memory/test_onednn_workspace.py native/test_native*.py vm/test_whole_vectors.py)
 OF_OPTIMIZERS := tests/end_to_end/test_models.py::test_optimizers_follow_eager_while_hyper_parameters_change
 # No ISA decides what these look at: nodes, and casts that the interpreter runs without.
