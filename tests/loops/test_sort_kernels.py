@@ -21,13 +21,14 @@ DTYPES = ["float32", "bfloat16", "float16", "int64", "bool"]
 
 
 def numbers(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Many ties, both infinities and NaN."""
+    """Many ties, both zeros, both infinities and NaN."""
     generator = torch.Generator().manual_seed(len(shape))
     whole = torch.randint(-4, 5, shape, generator=generator)
     if not dtype.startswith(("float", "bfloat")):
         return whole.to(getattr(torch, dtype))
     values = whole.to(getattr(torch, dtype))
-    for special in (float("nan"), float("inf"), -float("inf")):
+    values[(whole == 0) & (torch.rand(shape, generator=generator) < 0.5)] = -0.0
+    for special in (float("nan"), -float("nan"), float("inf"), -float("inf")):
         chosen = torch.rand(shape, generator=generator) < 0.1
         values[chosen] = special
     return values
@@ -71,6 +72,38 @@ def assert_sorted(found: list[torch.Tensor], x: torch.Tensor, axis: int, descend
 def test_a_cpu_sorts_rows_as_pytorch_does(dtype: str, descending: bool) -> None:
     for axis, (mod, inputs) in programs(dtype, descending=descending):
         assert_sorted(run_kernels(mod, inputs), inputs[0], axis, descending)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_a_cpu_finds_the_first_few(count: int, dtype: str, descending: bool) -> None:
+    x = numbers((40, 260), dtype)
+
+    def body(x: Any) -> tuple[Any, ...]:
+        found = R.topk(x, k=count, axis=1, ret_type="both", largest=descending)
+        return found[0], found[1]
+
+    values, places = run_kernels(build([(tuple(x.shape), dtype)], body), [x])
+    right, order = torch.sort(x, dim=1, descending=descending, stable=True)
+    torch.testing.assert_close(values, right[:, :count], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(places.long(), order[:, :count])
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("length", [20, 255, 256, 3000])
+def test_a_cpu_sorts_all_kinds_of_float32(length: int, descending: bool) -> None:
+    """Any bits: subnormal numbers, NaN of either sign and payload."""
+    generator = torch.Generator().manual_seed(length)
+    bits = torch.randint(-(2**31), 2**31, (6, length), generator=generator).to(torch.int32)
+    x = bits.view(torch.float32)
+    x[:, ::7] = x[:, ::7] * 1e-39
+
+    def body(x: Any) -> tuple[Any, ...]:
+        return (R.argsort(x, axis=1, descending=descending, dtype="int64"),)
+
+    (places,) = run_kernels(build([(tuple(x.shape), "float32")], body), [x])
+    assert torch.equal(places, torch.sort(x, dim=1, descending=descending, stable=True)[1])
 
 
 @pytest.mark.parametrize("descending", [False, True])

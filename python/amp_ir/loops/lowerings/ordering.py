@@ -18,12 +18,9 @@ from amp_ir.loops import math as m
 from amp_ir.loops.builders import flatten, opaque, reshape, unflatten
 from amp_ir.loops.codegen.accumulators import wide_dtype
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer, task_buffer
+from amp_ir.loops.cpu.row_order import RowOrder, comes_before, order_row, serial
 from amp_ir.loops.ir import TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
-
-# As wide as an address: from two neighbours of 32 bits, stored at once, LLVM may take both for the
-# address of an element (seen for rows of four with AVX2).
-_POSITION = "int64"
 
 
 @attrs.frozen
@@ -55,11 +52,6 @@ class _Rows:
         return For(row, 0, count, kind, tirx.SeqStmt(list(body(row))))
 
 
-def _serial(extent: Any, name: str, body: Callable[[Any], tirx.Stmt]) -> tirx.Stmt:
-    at = tirx.Var(name, "int32")
-    return For(at, 0, extent, ForKind.SERIAL, body(at))
-
-
 @lowers("relax.cumsum", "relax.cumprod")
 def scan(op: Lowering, x: Value) -> Value:
     """Emit running sums or products, with the element itself unless `exclusive`.
@@ -87,7 +79,7 @@ def scan(op: Lowering, x: Value) -> Value:
                 return tirx.SeqStmt([store, step] if attributes.exclusive else [step, store])
 
             start = tirx.BufferStore(total, m.constant(0 if is_sum else 1, wide), [0])
-            return [tirx.AllocBuffer(total), start, _serial(rows.length, "item", visit)]
+            return [tirx.AllocBuffer(total), start, serial(rows.length, "item", visit)]
 
         return rows.each(row_body)
 
@@ -96,99 +88,20 @@ def scan(op: Lowering, x: Value) -> Value:
     return reshape(scanned, result.shape)
 
 
-def _comes_before(a: Any, b: Any, *, descending: bool) -> Any:
-    """Return whether a strictly precedes b; NaN is larger than everything, as in PyTorch."""
-    if descending:
-        a, b = b, a
-    return tirx.any(a < b, tirx.all(m.isnan(b), tirx.Not(m.isnan(a))))
-
-
-@attrs.frozen(eq=False)
-class _RowSort:
-    """A stable merge sort of one row's positions, from the bottom up.
-
-    The positions go back and forth between two temporary rows; the places in the two runs being
-    merged are in memory, where TVM's simplifier does not look.
-    """
-
-    length: int
-    key: Callable[[Any], Any]
-    descending: bool
-    rows: tuple[tirx.Var, tirx.Var] = attrs.field(init=False)
-    places: tirx.Var = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        made = [task_buffer(self.length, _POSITION, name) for name in ("order", "merged")]
-        object.__setattr__(self, "rows", tuple(made))
-        places = task_buffer(2, _POSITION, "places")
-        object.__setattr__(self, "places", places)
-
-    def statements(self) -> tuple[list[tirx.Stmt], tirx.Var]:
-        """Emit the sort; return it and the temporary row that holds the order at its end."""
-        now, other = self.rows
-        statements: list[tirx.Stmt] = [
-            tirx.AllocBuffer(now),
-            tirx.AllocBuffer(other),
-            tirx.AllocBuffer(self.places),
-            _serial(
-                self.length,
-                "at",
-                lambda at: tirx.BufferStore(self.rows[0], m.cast(at, _POSITION), [at]),
-            ),
-        ]
-        width = 1
-        while width < self.length:
-            statements.append(self._pass(now, other, width))
-            now, other, width = other, now, 2 * width
-        return statements, now
-
-    def _pass(self, source: tirx.Var, target: tirx.Var, width: int) -> tirx.Stmt:
-        runs = -(-self.length // (2 * width))
-        return _serial(runs, "run", lambda run: self._merge(source, target, run * 2 * width, width))
-
-    def _merge(self, source: tirx.Var, target: tirx.Var, low: Any, width: int) -> tirx.Stmt:
-        left, right = (tirx.BufferLoad(self.places, [k]) for k in (0, 1))
-        middle = tirx.min(low + width, self.length)
-        high = tirx.min(low + 2 * width, self.length)
-
-        def position(place: Any) -> Any:
-            return tirx.BufferLoad(source, [m.clamp(place, self.length)])
-
-        def take(item: Any) -> tirx.Stmt:
-            # Not by negation: TVM takes the contrary of `a < b` for `b <= a`, which is false for
-            # NaN too.
-            keys = self.key(position(right)), self.key(position(left))
-            is_earlier = _comes_before(*keys, descending=self.descending)
-            from_right = tirx.all(right < high, tirx.any(left >= middle, is_earlier))
-            return tirx.IfThenElse(
-                from_right, self._move(target, low + item, 1, position(right)),
-                self._move(target, low + item, 0, position(left)),
-            )  # fmt: skip
-
-        return tirx.SeqStmt([
-            tirx.BufferStore(self.places, m.cast(low, _POSITION), [0]),
-            tirx.BufferStore(self.places, m.cast(middle, _POSITION), [1]),
-            _serial(high - low, "item", take),
-        ])  # fmt: skip
-
-    def _move(self, target: tirx.Var, to: Any, run: int, position: Any) -> tirx.Stmt:
-        place = tirx.BufferLoad(self.places, [run])
-        step = tirx.BufferStore(self.places, place + tirx.const(1, _POSITION), [run])
-        return tirx.SeqStmt([tirx.BufferStore(target, position, [to]), step])
-
-
 def _sorted(
     x: Value, axis: int, specs: Sequence[TensorSpec], wants: Sequence[str], *, descending: bool
 ) -> tuple[Value, ...]:
     """Return the first elements of each row in order, "values" or "indices", by the specs."""
-    rows = _Rows(x.shape, axis)
+    rows, count = _Rows(x.shape, axis), max(spec.shape[axis] for spec in specs)
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         def row_body(row: Any) -> list[tirx.Stmt]:
             def key(position: Any) -> Any:
                 return _key(inputs[0], rows.flat(row, position))
 
-            statements, order = _RowSort(rows.length, key, descending).statements()
+            dtype = m.dtype_of(key(0))
+            order = order_row(rows.length, count, key, dtype, descending=descending)
+            statements = list(order.statements)
             for want, output in zip(wants, outputs, strict=True):
                 kept = _Rows(output.spec.shape, axis)
                 statements.append(_write_row(inputs[0], output, rows, kept, row, order, want))
@@ -215,7 +128,7 @@ def _sorted(
                 math.prod(rows.others),
                 rows.length,
                 lambda row, item: _key(inputs[0], rows.flat(row, item)),
-                lambda a, b: _comes_before(a, b, descending=descending),
+                lambda a, b: comes_before(a, b, descending=descending),
                 put,
             )
         ]
@@ -235,15 +148,15 @@ def _element(source: FlatBuffer, output: FlatBuffer, want: str, flat: Any, posit
 
 
 def _write_row(
-    source: FlatBuffer, output: FlatBuffer, rows: _Rows, kept: _Rows, row: Any, order: Any,
+    source: FlatBuffer, output: FlatBuffer, rows: _Rows, kept: _Rows, row: Any, order: RowOrder,
     want: str,
 ) -> tirx.Stmt:  # fmt: skip
     def write(item: Any) -> tirx.Stmt:
-        position = tirx.BufferLoad(order, [item])
+        position = order.position(item)
         element = _element(source, output, want, rows.flat(row, position), position)
         return output.store(kept.flat(row, item), element)
 
-    return _serial(kept.length, "item", write)
+    return serial(kept.length, "item", write)
 
 
 @lowers("relax.sort", "relax.argsort")
