@@ -63,7 +63,7 @@ FUSED_OPS = frozenset(
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bilinear2d_backward
     upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-    cumsum sort topk
+    cumsum sort topk mv
     multilabel_margin_loss_forward
     """.split()
 )

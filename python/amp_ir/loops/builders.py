@@ -25,7 +25,7 @@ from amp_ir.loops.ir import (
     Value,
     compute_dtype,
 )
-from amp_ir.loops.read_places import is_scattered, place_of
+from amp_ir.loops.read_places import is_scattered, order_of_memory, place_of
 
 
 def channels_last(value: Value) -> Value | None:
@@ -117,6 +117,9 @@ def reduce(
     source = tuple(int(n) for n in source_shape)
     kept = tuple(sorted(axis % len(source) for axis in axes)) if source else ()
     reads, reads_last = _reads_of(source, body, None)
+    order = None if reads_last else order_of_memory(source, kept, body)
+    if order is not None:
+        return _reordered(kind, (source, kept, body), order, dtype, flags)
     if not reads_last:
         return _reduction(kind, source, kept, (body, reads), dtype, flags)
 
@@ -126,6 +129,28 @@ def reduce(
     source, kept = moved(source, TO_LAST), tuple(sorted(TO_FIRST[axis] for axis in kept))
     reads, _ = _reads_of(source, body_of_last, None)
     return channels_first(_reduction(kind, source, kept, (body_of_last, reads), dtype, flags))
+
+
+def _reordered(
+    kind: ReduceKind,
+    space: tuple[tuple[int, ...], tuple[int, ...], Element],
+    order: tuple[int, ...],
+    dtype: str,
+    flags: dict[str, Any],
+) -> Value:
+    """Return the reduction with the dimensions of its space in another order."""
+    source, axes, body = space
+    shape = tuple(source[d] for d in order)
+
+    def body_in_order(*index: Any) -> Any:
+        at = dict(zip(order, index, strict=True))
+        return body(*(at[d] for d in range(len(source))))
+
+    reads, _ = _reads_of(shape, body_in_order, None)
+    kept = tuple(order.index(axis) for axis in axes)
+    found = _reduction(kind, shape, tuple(sorted(kept)), (body_in_order, reads), dtype, flags)
+    # Of what is kept only ones have moved.
+    return reshape(found, tuple(1 if d in axes else n for d, n in enumerate(source)))
 
 
 def _reduction(
