@@ -71,6 +71,13 @@ def same_optimizer_twice() -> dict[str, Any]:
     return wrong(model=model, optimizer=[optimizer, optimizer])
 
 
+def parameter_twice() -> dict[str, Any]:
+    model = nn.Linear(6, 3)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.SGD([model.weight, model.bias, model.weight], lr=0.1, momentum=0.9)
+    return wrong(model=model, optimizer=optimizer)
+
+
 def optimizer_of(kind: Any) -> dict[str, Any]:
     model = nn.Linear(6, 3)
     return wrong(model=model, optimizer=kind(model.parameters()))
@@ -209,17 +216,24 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "optimizer of another model",
         lambda: wrong(optimizer=sgd(nn.Linear(2, 2))),
         "2 of the 2 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
-        "trains in model=[...], or, where parameters were replaced (load_state_dict(assign=True), "
-        "a new layer), make the optimizer anew",
+        "trains in model=[...], for a parameter in no module torch.nn.ParameterList([p]), or, where "
+        "parameters were replaced (load_state_dict(assign=True), a new layer), make the optimizer "
+        "anew",
     ),
     (
         "optimizer of a bare tensor",
         lambda: wrong(optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)),
         "1 of the 1 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
-        "trains in model=[...], or, where parameters were replaced (load_state_dict(assign=True), "
-        "a new layer), make the optimizer anew. Make a tensor that is in no module p = "
-        "torch.nn.Parameter(p) before the optimizer is made, and pass model=[model, "
-        "torch.nn.ParameterList([p])]",
+        "trains in model=[...], for a parameter in no module torch.nn.ParameterList([p]), or, where "
+        "parameters were replaced (load_state_dict(assign=True), a new layer), make the optimizer "
+        "anew. Make a plain tensor p = torch.nn.Parameter(p) before the optimizer is made, and "
+        "pass model=[model, torch.nn.ParameterList([p])]",
+    ),
+    (
+        "optimizer with a parameter twice",
+        parameter_twice,
+        "optimizer 0 (SGD) holds 1 of its parameters twice, which PyTorch warns of; make it anew "
+        "with each once, as of dict.fromkeys(parameters)",
     ),
     (
         "scaler with an update of its own",

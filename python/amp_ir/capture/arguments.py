@@ -249,15 +249,23 @@ def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -
             is_bare = not all(isinstance(one, torch.nn.Parameter) for one in foreign)
             yield (
                 f"{len(foreign)} of the {len(parameters)} parameters of optimizer {index} ({kind}) "
-                "are in no model; pass every module that it trains in model=[...], or, where "
-                "parameters were replaced (load_state_dict(assign=True), a new layer), make the "
-                f"optimizer anew{_HOW_TO_OWN if is_bare else ''}"
+                "are in no model; pass every module that it trains in model=[...], for a parameter "
+                "in no module torch.nn.ParameterList([p]), or, where parameters were replaced "
+                "(load_state_dict(assign=True), a new layer), make the optimizer anew"
+                f"{_HOW_TO_OWN if is_bare else ''}"
+            )
+        # A few kinds would update it twice with one state, others once.
+        twice = len(parameters) - len({id(one) for one in parameters})
+        if twice:
+            yield (
+                f"optimizer {index} ({kind}) holds {twice} of its parameters twice, which PyTorch "
+                "warns of; make it anew with each once, as of dict.fromkeys(parameters)"
             )
 
 
 _HOW_TO_OWN = (
-    ". Make a tensor that is in no module p = torch.nn.Parameter(p) before the optimizer is made, "
-    "and pass model=[model, torch.nn.ParameterList([p])]"
+    ". Make a plain tensor p = torch.nn.Parameter(p) before the optimizer is made, and pass "
+    "model=[model, torch.nn.ParameterList([p])]"
 )
 
 
