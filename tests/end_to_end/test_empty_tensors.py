@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors without elements, and of one: every family of ops as in eager PyTorch, or refused alike.
 
-Every case runs with its gradient. What eager refuses is not asked.
+Every case runs with its gradient. Of what eager refuses, only reductions are asked.
 """
 
 from __future__ import annotations
@@ -162,6 +162,41 @@ def _assert_as_expected(
             torch.testing.assert_close(
                 got, one, rtol=1e-6, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+WITHOUT_A_VALUE: dict[str, Function] = {
+    "max": lambda x: x.max(),
+    "min": torch.min,
+    "max of rows": lambda x: x.max(1)[0],
+    "min of rows": lambda x: x.min(-1)[0],
+    "amax": lambda x: x.amax(1),
+    "amin of all": lambda x: x.amin(),
+    "argmax": lambda x: x.argmax(1),
+    "argmin of all": lambda x: x.argmin(),
+    "aminmax": lambda x: x.aminmax(dim=1)[0],
+    "median": lambda x: x.median(1)[0],
+    "nanmedian": lambda x: x.nanmedian(dim=1, keepdim=True)[0],
+    "mode": lambda x: x.mode()[0],
+    "kthvalue": lambda x: x.kthvalue(1, 1)[0],
+    "norm": lambda x: torch.linalg.vector_norm(x, math.inf, 1),
+    "quantile": lambda x: x.quantile(0.5),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_VALUE)
+def test_what_no_elements_have_is_refused_as_in_eager(name: str) -> None:
+    x, reduced = torch.zeros(2, 0), WITHOUT_A_VALUE[name]
+    with pytest.raises((RuntimeError, IndexError), match="dim|empty"):
+        reduced(x)
+    train = amp_ir.jit(lambda x: reduced(x), model=nn.Linear(1, 1))
+    with pytest.raises(amp_ir.errors.CaptureError, match="dim|empty"):
+        train(x)
+
+
+def test_no_rows_of_several_columns_have_maxima() -> None:
+    x = torch.zeros(0, 3)
+    train = amp_ir.jit(lambda x: (*x.max(1), *x.min(-1)), model=nn.Linear(1, 1))
+    assert [tuple(one.shape) for one in train(x)] == [(0,)] * 4
 
 
 NORMS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {

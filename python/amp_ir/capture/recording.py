@@ -33,6 +33,7 @@ from amp_ir.capture.decompositions.loss_numbers import LOSS_NUMBERS
 from amp_ir.capture.decompositions.random_integers import RANDOM_INTEGERS
 from amp_ir.capture.decompositions.recurrent_cells import FUSED_CELLS
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
+from amp_ir.capture.empty_reductions import check_reduced
 from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
@@ -169,6 +170,7 @@ class Recorder(TorchDispatchMode):
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped
         self._check_dtypes(func, args, location)
+        check_reduced(func, args, kwargs)
         self._check_writes(func, args, kwargs)
         if func in _BATCH_NORMS:
             # They update running statistics in training, which their schemas do not declare.
