@@ -104,6 +104,38 @@ def test_an_op_that_fails_names_itself_and_changes_nothing():
     assert not torch.equal(model.weight, torch.eye(2))
 
 
+@pytest.mark.parametrize("form", ["padded", "one after the other"])
+@pytest.mark.parametrize("label", [6, -1, 10**9])
+def test_a_label_of_ctc_that_is_no_class_changes_nothing(form: str, label: int):
+    """PyTorch's op writes to memory that is not there: the process ends, then or later."""
+    model = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lengths = torch.tensor([8, 8]), torch.tensor([2, 3])
+    # What is beyond a target's length is no label.
+    right = torch.tensor([[1, 5, -100], [2, 3, 2]])
+    wrong = torch.tensor([[1, 5, -100], [2, 3, label]])
+    if form == "one after the other":
+        right, wrong = right.flatten()[[0, 1, 3, 4, 5]], wrong.flatten()[[0, 1, 3, 4, 5]]
+
+    def step(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = model(x).log_softmax(-1)
+        loss = nn.functional.ctc_loss(scores, targets, *lengths)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    x = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(0))
+    expected = nn.functional.ctc_loss(model(x).log_softmax(-1), right, *lengths)
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    torch.testing.assert_close(train(x, right), expected.detach())
+    before = model.weight.detach().clone()
+    with pytest.raises(StepFailedError, match=f"a label of ctc_loss is {label}, expected 0 to 5"):
+        train(x, wrong)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+    assert train(x, right) < expected
+
+
 def test_they_are_in_the_plan_the_memory_and_the_dispatch_log():
     model = Around({"lgamma": SPECIAL["lgamma"]})
     optimizer, step = training(model)

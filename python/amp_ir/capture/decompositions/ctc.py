@@ -35,12 +35,32 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,  # noqa: FBT001, FBT002 (ATen's own signature)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return f32[batch] and the table f32[batch, time, 2 * longest + 1], zero where unused."""
+    """Return f32[batch] and the table f32[batch, time, 2 * longest + 1], zero where unused.
+
+    Raises:
+        IndexError: a label is no class.
+    """
     lengths = input_lengths, target_lengths
+    _check_labels(targets, target_lengths, log_probs.shape[2])
     loss, table = aten._ctc_loss.Tensor(log_probs, targets, *lengths, blank, zero_infinity)
     padded = table.new_zeros(_shape_of_table(log_probs, targets))
     padded[..., : table.shape[-1]] = table
     return loss, padded
+
+
+def _check_labels(targets: torch.Tensor, lengths: torch.Tensor, classes: int) -> None:
+    """Check the labels in use; PyTorch's op reads and writes memory that is not there by others."""
+    if targets.ndim == 1:
+        used = targets[: int(lengths.sum().clamp(min=0))]
+    else:
+        places = torch.arange(targets.shape[1], device=targets.device)
+        used = targets[places < lengths.to(targets.device)[:, None]]
+    if used.numel() == 0:
+        return
+    least, largest = (int(one) for one in used.aminmax())
+    wrong = least if least < 0 else largest
+    if wrong < 0 or wrong >= classes:
+        raise IndexError(f"a label of ctc_loss is {wrong}, expected 0 to {classes - 1}")
 
 
 def _ctc_loss_backward(
