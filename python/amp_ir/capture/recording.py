@@ -41,6 +41,7 @@ from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
+from amp_ir.capture.value_checks import ASSERTIONS, CHECKED_OPS, checks_of
 from amp_ir.capture.zero_tangents import ZeroTangents
 from amp_ir.ir.empty_tensors import results_by_evaluation
 from amp_ir.ir.location import Location
@@ -169,8 +170,7 @@ class Recorder(TorchDispatchMode):
         if unsupported is not None:
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped
-        self._check_dtypes(func, args, location)
-        check_reduced(func, args, kwargs)
+        self._check_arguments(func, args, kwargs, location)
         self._check_writes(func, args, kwargs)
         if func in _BATCH_NORMS:
             # They update running statistics in training, which their schemas do not declare.
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
 
     def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the op, and mark its nodes."""
-        if func is _CHECK_ERRORS and _checked_by_op(args[0]):
+        if func in ASSERTIONS or (func is _CHECK_ERRORS and _checked_by_op(args[0])):
             return None
         if is_custom(func) and func._schema.is_mutable:
             return call_written(func, args, kwargs)
@@ -250,9 +250,7 @@ class Recorder(TorchDispatchMode):
         check = checked_read(sys._getframe(1)) if tensor.dtype is torch.bool else None
         if check is not None:
             with self:
-                is_wrong = tensor.reshape(1).ne(check.wanted).to(torch.int64)
-                require = torch.ops.amp_ir.checked_lengths
-                self._checks.append(require(is_wrong, is_wrong, 0, 1, check.message))
+                self._require(tensor.ne(check.wanted), check.message)
             return check.wanted
         if is_read_for_text(sys._getframe(1)):
             refuse_text(self._diagnostics, self._locator)
@@ -265,6 +263,21 @@ class Recorder(TorchDispatchMode):
         if tensor.dtype is torch.bool:
             return True
         return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _require(self, is_wrong: torch.Tensor, message: str) -> None:
+        flag = is_wrong.reshape(1).to(torch.int64)
+        self._checks.append(torch.ops.amp_ir.checked_lengths(flag, flag, 0, 1, message))
+
+    def _check_arguments(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: Location
+    ) -> None:
+        """Refuse what PyTorch's kernels do: here, or where it is a matter of values in the step."""
+        self._check_dtypes(func, args, location)
+        check_reduced(func, args, kwargs)
+        if func in CHECKED_OPS:
+            with self:
+                for is_wrong, message in checks_of(func, args, location):
+                    self._require(is_wrong, message)
 
     def _read_diagnostic(self, location: Location) -> tuple[str, Location, str]:
         """Return what to say of a read, which PyTorch may have made for the user."""

@@ -28,6 +28,7 @@ from amp_ir.capture.locations import Locator
 from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.capture.transaction import Transaction
+from amp_ir.capture.value_checks import check_arguments
 from amp_ir.ir.location import Location
 
 _GRADIENT: Any = torch.Tensor.grad
@@ -127,6 +128,7 @@ class Substitution(TorchFunctionMode):
                 "to the step as an argument",
             )
         args, kwargs = guard_special_numbers(func, args, kwargs)
+        check_arguments(func, args, kwargs)
         out = decompose(func, args, kwargs)
         if out is not NotImplemented:
             return out
