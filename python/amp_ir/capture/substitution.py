@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_ir.capture.chosen_rows import assigned
 from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.data_assignments import DataAssignments
 from amp_ir.capture.decompositions.cell_ops import cell_of
@@ -129,6 +130,8 @@ class Substitution(TorchFunctionMode):
             )
         args, kwargs = guard_special_numbers(func, args, kwargs)
         check_arguments(func, args, kwargs)
+        if assigned(func, args):
+            return None
         out = decompose(func, args, kwargs)
         if out is not NotImplemented:
             return out
