@@ -91,5 +91,6 @@ def test_what_cannot_be_followed_is_reported() -> None:
     assert reasons == [
         "converts a hyper-parameter with float() or int()",
         "converts a hyper-parameter with float() or int()",
-        "compares a tensor's value (a loss scale, a step count of an optimizer) in Python",
+        "compares a tensor's value (a loss scale, a step count of an optimizer) in Python. After "
+        "the call, train.skipped says whether the loss scale skipped the step",
     ]

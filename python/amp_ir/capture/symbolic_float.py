@@ -183,7 +183,8 @@ class FloatTape:
             outcome = COMPARE[op](*(evaluate(side, self.inputs) for side in expressions))
         except LookupError:
             self._refuse(
-                "compares a tensor's value (a loss scale, a step count of an optimizer) in Python"
+                "compares a tensor's value (a loss scale, a step count of an optimizer) in Python. "
+                "After the call, train.skipped says whether the loss scale skipped the step"
             )
             return COMPARE[op](plain(left), plain(right))
         guard = Guard(op, *expressions, outcome)
