@@ -37,6 +37,7 @@ from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepMo
 # The part of torch's seed that the random ops use: their hash works on 32-bit words, and a
 # non-negative int64 survives every conversion.
 _SEED_MASK = 0x7FFFFFFF
+_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 
 
 def import_step(captured: CapturedStep) -> StepModule:
@@ -220,6 +221,9 @@ class _Graph:
             return self._emitter.tensor(value) if isinstance(value, torch.Tensor) else value
         if node.target is operator.getitem:
             return self._lookup(node.args[0])[node.args[1]]
+        if node.target in _ASSERTIONS:
+            # `jit` makes them checks; a graph of torch.compile is not rolled back.
+            raise ConversionError("asserts a value in a graph; compile the step by amp_ir.jit")
         if LOOP_KEY in node.meta:
             operands = self._lookup(node.args[0])
             return convert_loop(self._emitter, node.meta[LOOP_KEY], operands, self._convert_body)

@@ -232,6 +232,18 @@ def test_symbolic_sizes_and_numbers_compile_for_each_shape() -> None:
     torch.testing.assert_close(model.layer.weight.grad, eager.layer.weight.grad)
 
 
+def test_a_graph_that_asserts_a_value_runs_in_eager() -> None:
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x > 0).all(), "not positive")
+        return x * 2
+
+    run = torch.compile(positive, backend="amp_ir")
+    with pytest.warns(UserWarning, match="asserts a value in a graph"):
+        torch.testing.assert_close(run(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(RuntimeError, match="not positive"):
+        run(-torch.ones(2))
+
+
 def test_a_refused_graph_runs_in_eager_and_one_warning_says_so() -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return torch.poisson(x.abs()) + x
