@@ -350,9 +350,9 @@ TRACE: list[Row] = [
         optimizer_of_another,
         ArgumentError,
         "1 of the 1 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
-        "trains in model=[...], for a parameter in no module torch.nn.ParameterList([p]), or, where "
-        "parameters were replaced (load_state_dict(assign=True), a new layer), make the optimizer "
-        "anew",
+        "trains in model=[...], for a parameter in no module torch.nn.ParameterList([p]), or, "
+        "where parameters were replaced (load_state_dict(assign=True), a new layer), make the "
+        "optimizer anew",
     ),
     (
         "LBFGS",
