@@ -34,6 +34,18 @@ SUMS: dict[str, Sum] = {
         torch.zeros_like(table).scatter_add(0, expanded(ids, rows), rows) + table
     ),
 }
+# What is written to rows, or combined with them, one after the other.
+WRITES: dict[str, Sum] = {
+    "index_copy": lambda table, ids, rows: table.index_copy(0, ids, rows),
+    "assigned": lambda table, ids, rows: table.index_put((ids - 30,), rows),
+    **{
+        f"{kind} {include_self}": lambda table, ids, rows, kind=kind, include_self=include_self: (
+            table.scatter_reduce(0, expanded(ids, rows), rows, kind, include_self=include_self)
+        )
+        for kind in ("amax", "amin", "prod", "mean")
+        for include_self in (True, False)
+    },
+}
 
 
 def compared(
@@ -70,6 +82,21 @@ def test_rows_of_other_dtypes_are_rounded_once(name: str, dtype: torch.dtype) ->
     wide = dtype if dtype in (torch.float64, torch.int64) else torch.float32
     right = SUMS[name](table.to(wide), IDS, rows.to(wide)).to(dtype)
     torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("width", [64, 48, 7])
+@pytest.mark.parametrize("name", WRITES)
+def test_rows_are_written_in_order(name: str, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    table, rows = ((4 * torch.randn(n, width)).to(dtype) for n in (30, len(IDS)))
+    found, right = compared(WRITES[name], table, IDS, rows)
+    if dtype is torch.bfloat16 and name.startswith(("mean", "prod")):
+        # PyTorch rounds after each row, the kernels once.
+        wide = WRITES[name](table.float(), IDS, rows.float())
+        torch.testing.assert_close(found.float(), wide, rtol=0.01, atol=0.01)
+    else:
+        torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
 def test_two_indices_and_an_index_of_two_dimensions_name_rows() -> None:

@@ -66,6 +66,28 @@ def sum_rows(table: TableSum, first: FlatBuffer) -> tirx.Stmt:
     ])  # fmt: skip
 
 
+def write_rows(
+    rows: FlatBuffer, items: int, id_of: Callable[[Any], Any], table: FlatBuffer, width: int,
+    combine: Callable[[Any, Any], Any],
+) -> tirx.Stmt:  # fmt: skip
+    """Emit `table[id_of(k)] = combine(table[id_of(k)], rows[k])` for all items k, in order.
+
+    A task has some columns, for which it takes all items.
+    """
+    block = next((n for n in (_BLOCK, _BLOCK // 2, LANES) if width % n == 0), width)
+    task, item, id_ = (tirx.Var(name, "int32") for name in ("task", "item", "id"))
+
+    def put(column: Any) -> tirx.Stmt:
+        inside = task * block + column
+        to = id_ * width + inside
+        return table.store(to, combine(table.load(to), rows.load(item * width + inside)))
+
+    visited = tirx.SeqStmt([tirx.Bind(id_, id_of(item)), columns(0, block, put)])
+    body = For(item, 0, items, ForKind.SERIAL, visited)
+    kind = ForKind.PARALLEL if width > block else ForKind.SERIAL
+    return For(task, 0, width // block, kind, body)
+
+
 def _declare(name: str, count: int) -> FlatBuffer:
     return FlatBuffer.declare(TensorSpec((max(1, count),), "int32"), name)
 

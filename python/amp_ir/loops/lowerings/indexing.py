@@ -19,6 +19,7 @@ from amp_ir.dialect.indexing import indexed_shape
 from amp_ir.loops import math as m
 from amp_ir.loops.builders import flatten, opaque, pointwise, reshape, unflatten
 from amp_ir.loops.codegen.kernel_buffers import FlatBuffer
+from amp_ir.loops.cpu.scatter_rows import write_rows
 from amp_ir.loops.ir import Constant, Pointwise, TensorSpec, Value, compute_dtype
 from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.gather import row_index
@@ -96,10 +97,12 @@ def index_put(
 ) -> Value:
     """Copy x, then write in order; see the top of the file."""
     shapes = tuple(one.shape for one in ids)
-    if accumulate:
-        added = _rows_at(x, values, ids, tuple(axes))
-        if added is not None and not op.arithmetic_is_free:
-            return _with_rows(op, x, added)
+    whole = None if op.arithmetic_is_free else _rows_at(x, values, ids, tuple(axes))
+    if whole is not None and accumulate and "float" in x.dtype:
+        return _with_rows(op, x, whole)
+    if whole is not None:
+        combine = _COMBINE["add" if accumulate else "update"]
+        return _written_rows(x, whole, combine, is_sum=accumulate)
     _, together, place = indexed_shape(x.shape, shapes, tuple(axes))
     kept_axes = [d for d in range(len(x.shape)) if d not in axes]
     kept_shape = [x.shape[d] for d in kept_axes]
@@ -134,7 +137,7 @@ def _rows_at(
     """Return the rows that are added to x, whose leading axes are indexed; None if others are."""
     shape, leading = ids[0].shape, len(axes)
     is_plain = axes == tuple(range(leading)) and all(one.shape == shape for one in ids)
-    if not is_plain or values.shape != (*shape, *x.shape[leading:]) or "float" not in x.dtype:
+    if not is_plain or values.shape != (*shape, *x.shape[leading:]):
         return None
 
     def id_of(buffers: Sequence[FlatBuffer], item: Any) -> Any:
@@ -148,6 +151,25 @@ def _rows_at(
 
 def _with_rows(op: Lowering, x: Value, added: AddedRows) -> Value:
     return sums_from_zero(op, added) if _is_zero(x) else sums_onto(x, added, in_order=True)
+
+
+def _written_rows(
+    x: Value, whole: AddedRows, combine: Callable[[Any, Any], Any], *, is_sum: bool
+) -> Value:
+    """Return x after its rows have been combined with others, one after the other."""
+
+    def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
+        source, rows, *ids = inputs
+
+        def write_all(target: FlatBuffer) -> tirx.Stmt:
+            def id_of(item: Any) -> Any:
+                return whole.id_of(ids, item)
+
+            return write_rows(rows, whole.items, id_of, target, whole.width, combine)
+
+        return _written(source, outputs[0], write_all, is_sum=is_sum)
+
+    return opaque(whole.name, [x, whole.rows, *whole.ids], [whole.result], emit)[0]
 
 
 def _is_zero(x: Value) -> bool:
@@ -201,11 +223,12 @@ def _scattered(op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduct
     axis %= len(x.shape)
     others = [n for d, n in enumerate(ids.shape) if d != axis]
     combine = _COMBINE[reduction]
-    rows = _row_ids(x, ids, src) if axis == 0 and reduction == "add" else None
-    if rows is not None:
-        added = _rows_at(x, src, [rows], (0,))
-        if added is not None and not op.arithmetic_is_free:
-            return _with_rows(op, x, added)
+    rows = _row_ids(x, ids, src) if axis == 0 and not op.arithmetic_is_free else None
+    whole = None if rows is None else _rows_at(x, src, [rows], (0,))
+    if whole is not None and reduction == "add" and "float" in x.dtype:
+        return _with_rows(op, x, whole)
+    if whole is not None:
+        return _written_rows(x, whole, combine, is_sum=reduction in ("add", "mul"))
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
         source, places, added = inputs
