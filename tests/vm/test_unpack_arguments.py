@@ -49,10 +49,9 @@ def indented(text: str, by: int) -> str:
 @pytest.mark.parametrize("noalias", [False, True])
 def test_parameters_are_read_from_the_arguments(noalias: bool):
     golden = GOLDEN % noalias
-    if noalias:  # of the arguments of a function of its own, or LLVM would not know
-        golden += '    with T.attr(0, "compute_scope", "scaled_compute_"):\n' + indented(LOOP, 8)
-    else:
-        golden += indented(LOOP, 4)
+    # The promise is of the arguments of a function of its own, or LLVM would not know.
+    key = "compute_scope" if noalias else "amp_ir.body"
+    golden += f'    with T.attr(0, "{key}", "scaled_compute_"):\n' + indented(LOOP, 8)
     text = str(unpack_arguments(scaled(noalias)))
     assert text.partition("@T.prim_func\n")[2].strip() == (golden + "    return 0").strip()
 
@@ -69,3 +68,23 @@ def test_values_arrive(noalias: bool):
         library["scaled"](tvm.runtime.tensor(x), y, n, factor)
         wanted = np.where(np.arange(5) < n, x.astype("float64") * factor, -1.0)
         np.testing.assert_array_equal(y.numpy(), wanted)
+
+
+@pytest.mark.parametrize("noalias", [False, True])
+def test_what_a_kernel_allocates_is_freed_before_it_returns(noalias: bool):
+    y = tirx.decl_buffer((1,), "float32", "y")
+    own = tirx.decl_buffer((1 << 16,), "float32", "own")
+    at = tirx.Var("at", "int32")
+    fill = tirx.BufferStore(own, tirx.Cast("float32", at), [at])
+    steps = [
+        tirx.AllocBuffer(own),
+        tirx.For(at, 0, 1 << 16, tirx.ForKind.SERIAL, fill),
+        tirx.BufferStore(y, tirx.BufferLoad(own, [1234]), [0]),
+    ]
+    kernel = tirx.PrimFunc([y], tirx.SeqStmt(steps))
+    kernel = kernel.with_attr({"global_symbol": "last", "tirx.noalias": noalias})
+    lower = [tirx.transform.BindTarget(cpu().tvm_target), tirx.transform.LowerTVMBuiltin()]
+    unpacked = tvm.IRModule({"last": unpack_arguments(kernel)})
+    text = str(tvm.transform.Sequential(lower)(unpacked))
+    taken, freed = text.index("TVMBackendAllocWorkspace"), text.index("TVMBackendFreeWorkspace")
+    assert taken < freed < text.index("return 0")

@@ -39,10 +39,11 @@ def unpack_arguments(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
     packed = {name: tirx.Var(name, kind) for name, kind in names.items()}
     unpacked = [_unpacked(one, packed["args"], at) for at, one in enumerate(kernel.params)]
     name, own = str(kernel.attrs["global_symbol"]), kernel.body
-    if kernel.attrs.get("tirx.noalias", False):
-        # A function of its own, to which code generation passes the promise.
-        scope = tvm.ir.StringImm(f"{name}_compute_")
-        own = tirx.AttrStmt(tirx.const(0, "int32"), "compute_scope", scope, own)
+    # A function of its own, to which code generation passes the promise. Or only a scope: what the
+    # body allocates is freed at the end of that, and else after the return, where nothing is.
+    key = "compute_scope" if kernel.attrs.get("tirx.noalias", False) else "amp_ir.body"
+    scope = tvm.ir.StringImm(f"{name}_compute_")
+    own = tirx.AttrStmt(tirx.const(0, "int32"), key, scope, own)
     body = tirx.SeqStmt([*unpacked, own, tirx.Return(tirx.const(0, "int32"))])
     # Where memory that does not fit on the stack is taken.
     for key, number in {"device_type": _CPU, "device_id": 0}.items():

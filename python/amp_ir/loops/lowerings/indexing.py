@@ -25,6 +25,9 @@ from amp_ir.loops.lowering_registry import Lowering, lowers
 from amp_ir.loops.lowerings.gather import row_index
 from amp_ir.loops.lowerings.table_rows import AddedRows, sums_from_zero, sums_onto
 
+# Lists of the items of a row take longer than what narrower rows save.
+_LEAST_COLUMNS = 8
+
 
 @lowers("amp_ir.index")
 def index(op: Lowering, x: Value, *ids: Value, axes: Sequence[int], wraps: bool = True) -> Value:
@@ -138,6 +141,8 @@ def _rows_at(
     shape, leading = ids[0].shape, len(axes)
     is_plain = axes == tuple(range(leading)) and all(one.shape == shape for one in ids)
     if not is_plain or values.shape != (*shape, *x.shape[leading:]):
+        return None
+    if math.prod(x.shape[leading:]) < _LEAST_COLUMNS:
         return None
 
     def id_of(buffers: Sequence[FlatBuffer], item: Any) -> Any:
