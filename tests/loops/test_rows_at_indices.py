@@ -178,3 +178,17 @@ def test_columns_are_added_as_before() -> None:
     assert not kernels_with_lists(mod)
     found, right = compared(step, table, rows)
     torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+def test_rows_that_are_the_table_are_read_before_they_are_written() -> None:
+    """The sum may not be in the memory of a tensor whose rows are added to it."""
+    torch.manual_seed(6)
+    table = torch.randn(6, 64)
+    ids = torch.tensor([1, 2, 3, 1, 5, 2])  # row 0 goes to row 1, and the old row 1 to row 2
+
+    def step(table: torch.Tensor) -> torch.Tensor:
+        doubled = table * 2
+        return doubled.index_add(0, ids, doubled)
+
+    found, right = compared(step, table)
+    torch.testing.assert_close(found, right, rtol=0, atol=0)

@@ -114,11 +114,15 @@ class OpaqueBuffers:
         workspace = [one.buffer for one in statements if isinstance(one, tirx.AllocBuffer)]
         body = sequence([one for one in statements if not isinstance(one, tirx.AllocBuffer)])
         parameters = [buffer.buffer for buffer in [*self.inputs, *self.outputs]] + workspace
-        pairs = [(output, self.places[source]) for output, source in self.kernel.inplace]
-        function = with_pairs(tirx.PrimFunc(parameters, body), pairs)
+        function = with_pairs(tirx.PrimFunc(parameters, body), self._pairs())
         ordered = sorted(results, key=lambda value: value.position)
         specs = tuple(TensorSpec((int(b.ty.shape[0]),), str(b.ty.dtype)) for b in workspace)
         return Kernel(function, self.owners, tuple(ordered), specs)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Return the pairs of the kernel, except where it reads the tensor as another input too."""
+        pairs = [(output, self.places[source]) for output, source in self.kernel.inplace]
+        return [(output, at) for output, at in pairs if self.places.count(at) == 1]
 
 
 def with_pairs(function: tirx.PrimFunc, pairs: list[tuple[int, int]]) -> tirx.PrimFunc:
