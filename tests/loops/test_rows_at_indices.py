@@ -192,3 +192,18 @@ def test_rows_that_are_the_table_are_read_before_they_are_written() -> None:
 
     found, right = compared(step, table)
     torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("height", [6, 3000])
+@pytest.mark.parametrize("name", ["index_add", "scatter_add", "index_put", "embedding"])
+def test_a_negative_zero_that_is_added_to_zero_is_zero(name: str, height: int) -> None:
+    ids, rows = torch.tensor([1, 1, 3]), torch.full((3, 70), -0.0)
+
+    def step(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if name == "embedding":
+            return torch.ops.aten.embedding_dense_backward(rows, ids, height, -1, False)
+        return SUMS[name](torch.zeros_like(table), ids, rows)
+
+    found, right = compared(step, torch.randn(height, 70), ids, rows)
+    assert not torch.signbit(right).any()
+    assert not torch.signbit(found).any()

@@ -167,6 +167,8 @@ def _summed(
         one = grad(item, column)
         if table.in_order and table.base is not None:
             one = table.out.load(row_of(item, id_) * width + start + column) + one
+        else:
+            one = _plus_zero(one)
         return tirx.BufferStore(total, one, [column])
 
     def of_next(column: Any) -> tirx.Stmt:
@@ -205,6 +207,12 @@ def _summed(
         For(step, 0, -(-count // _PARTS), ForKind.SERIAL, sequence(own)),
     ]
     return For(task, 0, width // block * _PARTS, ForKind.PARALLEL, sequence(body))
+
+
+def _plus_zero(element: Any) -> Any:
+    """Return 0 + an element: -0.0 becomes 0.0. TVM takes a sum with 0 for the other term."""
+    zero = m.constant(0.0, m.dtype_of(element))
+    return tirx.Select(tirx.EQ(element, zero), zero, element)
 
 
 def for_each(rows: int, width: int, body: Any) -> tirx.Stmt:
