@@ -139,10 +139,12 @@ def split_index(
     spans both depends on both. A position that whole vectors of columns have in common does not
     depend on the `lane`.
     """
+    total = math.prod(shape)
+    if not total * columns:
+        return (0,) * len(shape)  # of a loop that is never entered
     start = None if lane is None else _start_of_vector(column, lane)
     index: list[Any] = []
     strides = _strides(shape)
-    total = math.prod(shape)
     for n, stride in zip(shape, strides, strict=True):
         is_first = stride * n == total
         if n == 1:
