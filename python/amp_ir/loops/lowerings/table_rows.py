@@ -72,15 +72,7 @@ def sums_from_zero(op: Lowering, added: AddedRows) -> Value:
     if are_few and not op.arithmetic_is_free:
         return _by_rows(added)
 
-    def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
-        return scatter_rows(added.table(inputs, outputs[0]))
-
-    def emit_cuda(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> list[tirx.Stmt]:
-        from amp_ir.loops.cuda.scatter_rows import scatter_launches
-
-        return scatter_launches(added.table(inputs, outputs[0]))
-
-    return opaque(added.name, [added.rows, *added.ids], [added.result], emit, (), emit_cuda)[0]
+    return _summed(added, [], added.table, ())
 
 
 def sums_onto(
@@ -92,20 +84,31 @@ def sums_onto(
     """
     count = 1 + len(added.ids)
 
-    def table_of(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> TableSum:
-        options = {"factors": tuple(inputs[count + 1 :]), "in_order": in_order}
-        return added.table(inputs, outputs[0], inputs[count], **options)
+    def table_of(inputs: Sequence[FlatBuffer], out: FlatBuffer) -> TableSum:
+        factors = tuple(inputs[count + 1 :])
+        return added.table(inputs, out, inputs[count], factors=factors, in_order=in_order)
+
+    return _summed(added, [base, *factors], table_of, ((0, count),))
+
+
+def _summed(
+    added: AddedRows,
+    others: Sequence[Value],
+    table_of: Callable[[Sequence[FlatBuffer], FlatBuffer], TableSum],
+    inplace: tuple[tuple[int, int], ...],
+) -> Value:
+    """Return the table of the kernel that reads the rows, their ids and `others`."""
 
     def emit(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> tirx.Stmt:
-        return scatter_rows(table_of(inputs, outputs))
+        return scatter_rows(table_of(inputs, outputs[0]))
 
     def emit_cuda(inputs: list[FlatBuffer], outputs: list[FlatBuffer]) -> list[tirx.Stmt]:
         from amp_ir.loops.cuda.scatter_rows import scatter_launches
 
-        return scatter_launches(table_of(inputs, outputs))
+        return scatter_launches(table_of(inputs, outputs[0]))
 
-    inputs = [added.rows, *added.ids, base, *factors]
-    return opaque(added.name, inputs, [added.result], emit, ((0, count),), emit_cuda)[0]
+    inputs = [added.rows, *added.ids, *others]
+    return opaque(added.name, inputs, [added.result], emit, inplace, emit_cuda)[0]
 
 
 def _by_rows(added: AddedRows) -> Value:
