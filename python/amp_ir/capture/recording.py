@@ -41,9 +41,10 @@ from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
-from amp_ir.capture.value_checks import ASSERTIONS, CHECKED_OPS, checks_of
+from amp_ir.capture.value_checks import CHECKED_OPS, checks_of
 from amp_ir.capture.zero_tangents import ZeroTangents
 from amp_ir.ir.empty_tensors import results_by_evaluation
+from amp_ir.ir.index_check import ASSERTIONS
 from amp_ir.ir.location import Location
 
 aten = torch.ops.aten

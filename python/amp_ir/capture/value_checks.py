@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from amp_ir.ir.index_check import USERS_CHECK
+from amp_ir.ir.index_check import ASSERTIONS, USERS_CHECK
 from amp_ir.ir.location import Location
 
 aten = torch.ops.aten
@@ -32,7 +32,6 @@ _MAKE_SHARES = frozenset({
 _MAKE_NONE_BELOW_0 = _MAKE_SHARES | {
     aten.exp.default, aten.softplus.default, aten.abs.default, aten.relu.default, aten.sqrt.default,
 }  # fmt: skip
-ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
 # (whether a value is wrong: bool[], what is expected)
 _Check = tuple[torch.Tensor, str]
 

@@ -29,6 +29,7 @@ from amp_ir.importer.loop import convert_loop
 from amp_ir.ir.captured_loop import LOOP_KEY
 from amp_ir.ir.captured_step import CapturedInput, CapturedStep
 from amp_ir.ir.empty_tensors import has_no_elements, number_everywhere, results_of_nothing
+from amp_ir.ir.index_check import ASSERTIONS
 from amp_ir.ir.location import META_KEY, Location, to_span
 from amp_ir.ir.memory_order import memory_order
 from amp_ir.ir.random_draws import DRAW_KEY, number_draws
@@ -37,7 +38,6 @@ from amp_ir.ir.step_module import InputSpec, OutputSpec, Role, Signature, StepMo
 # The part of torch's seed that the random ops use: their hash works on 32-bit words, and a
 # non-negative int64 survives every conversion.
 _SEED_MASK = 0x7FFFFFFF
-_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 
 
 def import_step(captured: CapturedStep) -> StepModule:
@@ -221,7 +221,7 @@ class _Graph:
             return self._emitter.tensor(value) if isinstance(value, torch.Tensor) else value
         if node.target is operator.getitem:
             return self._lookup(node.args[0])[node.args[1]]
-        if node.target in _ASSERTIONS:
+        if node.target in ASSERTIONS:
             # `jit` makes them checks; a graph of torch.compile is not rolled back.
             raise ConversionError("asserts a value in a graph; compile the step by amp_ir.jit")
         if LOOP_KEY in node.meta:

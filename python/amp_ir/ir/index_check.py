@@ -23,6 +23,8 @@ _MOST_AT_ONCE = 32768
 _BITS = {torch.int64: 64, torch.int32: 32}
 # How the message of a check of the user's step begins.
 USERS_CHECK = "a check of the step failed"
+# Checks that PyTorch makes ops of; `jit` makes them checks of the step.
+ASSERTIONS = frozenset({torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg})
 
 
 @attrs.frozen

@@ -117,7 +117,9 @@ def reduce(
     source = tuple(int(n) for n in source_shape)
     kept = tuple(sorted(axis % len(source) for axis in axes)) if source else ()
     reads, reads_last = _reads_of(source, body, None)
-    order = None if reads_last else order_of_memory(source, kept, body)
+    order = None
+    if not reads_last and any(map(_may_be_scattered, reads)):
+        order = order_of_memory(source, kept, body)
     if order is not None:
         return _reordered(kind, (source, kept, body), order, dtype, flags)
     if not reads_last:
@@ -129,6 +131,13 @@ def reduce(
     source, kept = moved(source, TO_LAST), tuple(sorted(TO_FIRST[axis] for axis in kept))
     reads, _ = _reads_of(source, body_of_last, None)
     return channels_first(_reduction(kind, source, kept, (body_of_last, reads), dtype, flags))
+
+
+def _may_be_scattered(read: Read) -> bool:
+    """Return whether neighbours may read elements that are none in memory, as a transpose does."""
+    value = read.value
+    is_moved = isinstance(value, Pointwise) and value.is_view and not value.is_reshape
+    return read.is_scattered or is_moved
 
 
 def _reordered(

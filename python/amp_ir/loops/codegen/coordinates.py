@@ -163,7 +163,11 @@ def split_index(
 
 
 def _inside(column: Any, start: Any, lane: Any, place: tuple[int, int, bool]) -> Any:
-    """Return the position of a column in a dimension of a stride and extent; the last is whole."""
+    """Return where a column is along a dimension, of a `place`: its stride, its extent, is_whole.
+
+    `is_whole`: no other dimension of the columns is outside of it. `start` is the column of the
+    vector's first lane, or None.
+    """
     stride, extent, is_whole = place
     if start is not None and stride % LANES == 0:
         column = start

@@ -198,15 +198,15 @@ class _Packed:
         zero, one = (tirx.const(k, _POSITION) for k in (0, 1))
         item = tirx.Var("item", _POSITION)
 
-        def add(place: Any, number: Any) -> tirx.Stmt:
-            return tirx.BufferStore(counts, tirx.BufferLoad(counts, [place]) + number, [place])
+        def add_one(place: Any) -> tirx.Stmt:
+            return tirx.BufferStore(counts, tirx.BufferLoad(counts, [place]) + one, [place])
 
         def count(at: Any) -> tirx.Stmt:
             places = [digit * values + _digit(item, digit) for digit in range(_DIGITS)]
             return tirx.SeqStmt([
                 tirx.Bind(item, self.item(at)),
                 tirx.BufferStore(now, item, [at]),
-                *(add(place, one) for place in places),
+                *map(add_one, places),
             ])  # fmt: skip
 
         def start(place: Any) -> tirx.Stmt:
@@ -232,7 +232,7 @@ class _Packed:
                     tirx.Bind(moved, tirx.BufferLoad(source, [at])),
                     tirx.Bind(place, digit * values + _digit(moved, digit)),
                     tirx.BufferStore(target, moved, [m.clamp(to, self.length)]),
-                    add(place, one),
+                    add_one(place),
                 ])  # fmt: skip
 
             return serial(self.length, "at", move)
@@ -249,14 +249,14 @@ class _Packed:
 
     def item(self, at: Any) -> Any:
         """Return the number of an element and its position, in whose order elements are wanted."""
-        key = _key(self.element(at))
+        key = _ordered_bits(self.element(at))
         if self.descending:
             key = tirx.bitwise_xor(key, tirx.const(-1, "int32"))
         upper = tirx.shift_left(m.cast(key, _POSITION), tirx.const(32, _POSITION))
         return tirx.bitwise_or(upper, m.cast(at, _POSITION))
 
 
-def _key(element: Any) -> Any:
+def _ordered_bits(element: Any) -> Any:
     """Return an int32 in the order of the elements: both zeros are one, and NaN is the largest."""
     if m.dtype_of(element) == "int32":
         return element

@@ -71,7 +71,6 @@ def sums_from_zero(op: Lowering, added: AddedRows) -> Value:
     # A GPU's kernels add a chunk of items each, wherever their ids lie.
     if are_few and not op.arithmetic_is_free:
         return _by_rows(added)
-
     return _summed(added, [], added.table, ())
 
 
@@ -85,8 +84,8 @@ def sums_onto(
     count = 1 + len(added.ids)
 
     def table_of(inputs: Sequence[FlatBuffer], out: FlatBuffer) -> TableSum:
-        factors = tuple(inputs[count + 1 :])
-        return added.table(inputs, out, inputs[count], factors=factors, in_order=in_order)
+        numbers = tuple(inputs[count + 1 :])
+        return added.table(inputs, out, inputs[count], factors=numbers, in_order=in_order)
 
     return _summed(added, [base, *factors], table_of, ((0, count),))
 
