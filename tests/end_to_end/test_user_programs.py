@@ -244,6 +244,14 @@ def normalised_recurrence() -> Program:
     return layer, lambda m, x, y: F.mse_loss(m(x)[0], y), (normal(0, 4, 3, 6), normal(1, 4, 3, 5))
 
 
+def normalised_attention() -> Program:
+    """As above: before attention reads a weight, it looks at it twice."""
+    attention = nn.MultiheadAttention(6, 2, dropout=0.0, batch_first=True)
+    layer = nn.utils.parametrizations.spectral_norm(attention, "in_proj_weight")
+    x, y = normal(0, 3, 5, 6), normal(1, 3, 5, 6)
+    return layer, lambda m, x, y: F.mse_loss(m(x, x, x, need_weights=False)[0], y), (x, y)
+
+
 PROGRAMS = [
     segmentation,
     contrastive,
@@ -255,6 +263,7 @@ PROGRAMS = [
     gradient_penalty,
     reparametrised,
     normalised_recurrence,
+    normalised_attention,
 ]
 
 

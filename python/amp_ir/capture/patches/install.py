@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,7 +99,7 @@ def patched(
         (swa_utils.AveragedModel, "update_parameters", update_parameters),
         (torch.nn.init, "_no_grad_trunc_normal_", truncated_normal),
         # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
-        (torch.backends.mha, "get_fastpath_enabled", lambda: False),
+        (torch.backends.mha, "get_fastpath_enabled", _caller_is_attention_in_training),
     )
     # Thread-local, as is everything below.
     with restoring() as restores:
@@ -176,6 +177,20 @@ def _located_step(
             return step(*map(of_step, args), **given)
 
     return located
+
+
+_fastpath_is_enabled = torch.backends.mha.get_fastpath_enabled
+
+
+def _caller_is_attention_in_training() -> bool:
+    """Return whether a layer asks that will find itself in training, where it has no fast path.
+
+    Before it reads its weights, and a parametrized one, as of `spectral_norm`, changes with each
+    read.
+    """
+    caller = sys._getframe(2).f_locals.get("self")  # 1 is the frame of `here`
+    asks = isinstance(caller, torch.nn.MultiheadAttention) and caller.training
+    return asks and _fastpath_is_enabled()
 
 
 def _leave_unpacked(_layer: torch.nn.RNNBase) -> None:
