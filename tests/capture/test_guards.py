@@ -656,6 +656,14 @@ CLOCK = (
     "reads the clock, which a compiled step would do only when it is captured. Read it outside of "
     "the step"
 )
+ADDRESS = (
+    "data_ptr() reads an address, and no tensor has one while a step is captured. To ask whether "
+    "two parameters are one, write `a is b`"
+)
+OF_TYPE = (
+    "type(...) is compared with a type of tensors, and while a step is captured tensors are of "
+    "another one. Write isinstance(x, torch.Tensor), or isinstance(x, torch.nn.Parameter)"
+)
 WRITES = (
     "writes to a tensor outside of the model and the optimizer. Pass its module in model=[...], "
     "register it as a buffer of the model, pass its optimizer in optimizer=, or update it after "
@@ -736,6 +744,22 @@ def averages(box: Box, value: Any) -> Any:
     return value
 
 
+def reads_an_address(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if value.data_ptr() else 2 * value
+
+
+def reads_the_address_of_memory(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if value.untyped_storage().data_ptr() else 2 * value
+
+
+def compares_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if type(value) is torch.Tensor else 2 * value
+
+
+def looks_for_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if type(value) in (torch.Tensor, nn.Parameter) else 2 * value
+
+
 OF_BOX = "of closure variable 'box' of {f}"
 REFUSED = [
     (counts, 1, f"changes attribute 'count' {OF_BOX}, which was 0 and becomes 1. {MOVE}"),
@@ -768,6 +792,10 @@ REFUSED = [
     (draws_from, 0, f"moves attribute 'draws' {OF_BOX} on, a random generator, {PASS}"),
     (advances, 0, f"moves attribute 'items' {OF_BOX} on, an iterator, {PASS}"),
     (looks_at_the_clock, 1, f"time.time() {CLOCK}"),
+    (reads_an_address, 1, ADDRESS),
+    (reads_the_address_of_memory, 1, ADDRESS),
+    (compares_a_type, 1, OF_TYPE),
+    (looks_for_a_type, 1, OF_TYPE),
     (averages, 1, f"aten.lerp_.Scalar {WRITES}"),
 ]
 

@@ -31,6 +31,9 @@ _BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"
 _UNNAMED_STORES = frozenset(
     {"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"}
 )
+_COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
+_JUMPS = frozenset(dis.opname[code] for code in (*dis.hasjrel, *dis.hasjabs))
+_TYPES_OF, _TENSOR_TYPES = frozenset({"type", "__class__"}), frozenset({"Tensor", "Parameter"})
 _TRAVERSALS = frozenset(
     {"children", "named_children", "modules", "named_modules", "get_submodule", *_BY_STRING}
 )
@@ -42,7 +45,8 @@ class CodeReads:
 
     The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
     and globals that are stored before any load of them in the order of the code. `stores_unnamed`
-    says that it may store attributes under computed names.
+    says that it may store attributes under computed names. `type_lines` are the lines that compare
+    the type of something, and not what it is an instance of, with that of tensors.
     """
 
     attributes: set[str] = attrs.Factory(set)
@@ -54,6 +58,7 @@ class CodeReads:
     stored_first: set[str] = attrs.Factory(set)
     lines: dict[str, int] = attrs.Factory(dict)
     entry_lines: list[int] = attrs.Factory(list)
+    type_lines: list[int] = attrs.Factory(list)
     optional: frozenset[str] = frozenset()
     traverses: bool = False
     stores_unnamed: bool = False
@@ -96,8 +101,17 @@ def line_of_entry(code: CodeType, key: str) -> int:
 
 
 def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[str]) -> None:
+    names: dict[int, set[str]] = {}
     for name, argument, line in _instructions(code):
         _add_one(found, name, argument, line)
+        # Of one operand and the other: neither a comparison nor an `and` is between them.
+        known = names.setdefault(line, set())
+        if name in _NAMED:
+            known.add(argument)
+        elif name in _COMPARISONS and known & _TYPES_OF and known & _TENSOR_TYPES:
+            found.type_lines.append(line)
+        if name in _COMPARISONS or name in _JUMPS:
+            known.clear()
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner.add(constant)

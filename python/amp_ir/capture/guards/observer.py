@@ -52,6 +52,7 @@ _CLOCKS = frozenset(
     for name in dir(time)
     if isinstance(getattr(time, name), BuiltinFunctionType) and not name.endswith("sleep")
 )
+_HAVE_ADDRESSES = (torch.Tensor, torch.UntypedStorage)
 _NOTHING = CodeReads()
 _NOW = ("now", "utcnow", "today")
 # Beyond this, changing the hook costs more than the calls that it avoids.
@@ -241,6 +242,8 @@ class Observer:
         found = self._held(frame)
         if is_users:
             self._users_names |= reads.attributes
+            if code not in self._users_codes:
+                self._refuse_types(code, reads)
             self._users_codes[code] = None
             found += self._globals(frame, reads)
             found += self._cells(frame, reads)
@@ -269,6 +272,12 @@ class Observer:
             if contents is not None and not contents.line[0]:
                 if not contents.holds() or function.__name__ in _MUTATORS:
                     contents.line = frame.f_code.co_filename, frame.f_lineno
+        elif isinstance(owner, _HAVE_ADDRESSES) and function.__name__ == "data_ptr":
+            self._diagnostics.add(
+                "data_ptr() reads an address, and no tensor has one while a step is captured",
+                self._locator.here(),
+                "To ask whether two parameters are one, write `a is b`",
+            )
         elif _is_clock(function, owner):
             what = f"{getattr(owner, '__name__', 'time')}.{function.__name__}()"
             self._diagnostics.add(
@@ -288,6 +297,15 @@ class Observer:
     def _refuse_draw(self, what: str) -> None:
         self.has_drawn = True
         self._diagnostics.add(*draw(what, self._locator.here()))
+
+    def _refuse_types(self, code: CodeType, reads: CodeReads) -> None:
+        for line in reads.type_lines:
+            self._diagnostics.add(
+                "type(...) is compared with a type of tensors, and while a step is captured "
+                "tensors are of another one",
+                Location(file=code.co_filename, line=line),
+                "Write isinstance(x, torch.Tensor), or isinstance(x, torch.nn.Parameter)",
+            )
 
     def note_read(self, tensor: torch.Tensor) -> None:
         """Record that the step depends on the value of a tensor of the user's, as a guard."""
