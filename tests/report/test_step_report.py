@@ -117,13 +117,15 @@ def test_profile_prints_the_table_and_writes_what_is_asked_for(
 
 
 def test_the_page_has_everything_and_loads_nothing(
-    training: Path, tmp_path: Path, capsys: Any
+    training: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(measure, "load_warning", lambda: "The machine is <busy>")
     out = tmp_path / "report.html"
     words = ["report", str(training), "--steps", "2", "--errors", "20", "--out", str(out)]
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     text = out.read_text()
+    assert "<b>The machine is &lt;busy&gt;</b>" in text
     assert not re.search(r"(src|href)=|https?://|@import|url\(", text)
     page = Page()
     page.feed(text)
