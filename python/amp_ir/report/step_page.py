@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
 
+from amp_ir.ir.nbytes_text import mebibytes
 from amp_ir.report.bar_shares import bar_shares
 from amp_ir.report.exchange_section import exchange_section
 from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
@@ -21,7 +22,7 @@ from amp_ir.report.kernel_table import (
     shortened,
     step_time,
 )
-from amp_ir.report.memory import HeldValue, MemoryReport, mebibytes
+from amp_ir.report.memory import HeldValue, MemoryReport
 from amp_ir.report.memory_chart import colour_class, memory_chart
 from amp_ir.report.step_style import SCRIPT, STYLE
 
