@@ -41,6 +41,7 @@ def test_the_table_has_every_quantity_for_the_four_ways(capsys: Any) -> None:
         assert len(rows[label]) == 4, shown.out
     for label in ("speed-up over PyTorch", "peak MiB", "casts", "compiled kernels"):
         assert rows[label][2:] == ["-", "-"] and "-" not in rows[label][:2], shown.out
+    assert all(0.0 < float(peak) < 0.2 for peak in rows["peak MiB"][:2]), shown.out
     assert rows["casts"][0] == "0" and int(rows["casts"][1]) > 0
     assert float(rows["loss off PyTorch float32"][0]) < 1e-5
     assert "3,168 parameters" in shown.out and "Tiny shapes" in shown.out
