@@ -130,3 +130,8 @@ def test_a_plan_that_is_not_there_is_a_wrong_use(tmp_path, capsys):
         f"amp-ir plan: there is no plan {tmp_path / 'a.json'}; amp-ir plan save or plan.save "
         "writes one\n"
     )
+    assert main(["plan", "diff", str(tmp_path), str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"amp-ir plan: {tmp_path} is a folder and no plan; amp-ir plan save or plan.save writes one"
+        "\n"
+    )

@@ -32,7 +32,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import amp_ir
 from amp_ir import errors
@@ -42,6 +43,15 @@ WRONG_USE = 2
 INTERRUPTED = 130
 # Options that name a file to write.
 _OUTPUTS = ("json", "html", "graph", "out", "issue", "trace", "state")
+# What the numbers of options have to be, where a type alone does not say it.
+_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "steps": (lambda count: count >= 1, "a whole number of at least 1"),
+    "seconds": (lambda spent: spent >= 0, "a number of seconds, 0 or more"),
+    "errors": (lambda spent: spent >= 0, "a number of seconds, 0 or more"),
+    "max_error": (lambda error: 0 < error < 1, "a relative error between 0 and 1, such as 5e-3"),
+    "max_ratio": (lambda ratio: ratio > 0, "a number above 0"),
+    "bucket_cap_mb": (lambda size: size > 0, "a number of MiB above 0"),
+}
 # Commands in a module of another name.
 _MODULES = {"profile": "measure", "report": "measure"}
 
@@ -58,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{arguments.command} takes no file whose arguments could follow --")
     try:
         _check_outputs(arguments)
+        _check_numbers(arguments)
         return int(arguments.run(arguments))
     except _wrong_uses() as error:
         print(f"amp-ir {arguments.command}: {error}", file=sys.stderr)
@@ -69,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser; only the command that `argv` names has arguments, and is imported."""
-    parser = argparse.ArgumentParser(
-        prog="amp-ir", description="A mixed-precision training compiler for PyTorch."
-    )
+    parser = _Parser(prog="amp-ir", description="A mixed-precision training compiler for PyTorch.")
     parser.add_argument("--version", action="version", version=f"amp_ir {amp_ir.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     named = next((one for one in argv if not one.startswith("-")), None)
@@ -83,6 +92,20 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         else:
             commands.add_parser(name, help=summary)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose commands refuse what they do not know themselves, with their own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all of it, or say what is not known, and how a training file gets it."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            text, file = " ".join(unknown), getattr(found, "training", "")
+            hint = f"; what {file} reads itself follows --: {self.prog} {file} -- {text}"
+            is_for_file = file.endswith(".py") and unknown[0].startswith("-")
+            self.error(f"unrecognized arguments: {text}{hint if is_for_file else ''}")
+        return found, unknown
 
 
 def _form_of(name: str, argv: Sequence[str]) -> str:
@@ -99,6 +122,18 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise errors.OptionError(f"--{name}={file}: there is no such folder; make it")
         if file is not None and file.is_dir():
             raise errors.OptionError(f"--{name}={file} is a folder; name a file in it")
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that an option cannot have, before a step is captured and compiled."""
+    given = {name: getattr(arguments, name, None) for name in _NUMBERS}
+    wrong = [
+        f"--{name.replace('_', '-')}={value}; expected {_NUMBERS[name][1]}"
+        for name, value in given.items()
+        if value is not None and not _NUMBERS[name][0](value)
+    ]
+    if wrong:
+        raise errors.OptionError("; ".join(wrong))
 
 
 def _wrong_uses() -> tuple[type[Exception], ...]:

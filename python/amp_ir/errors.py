@@ -173,3 +173,16 @@ class BudgetError(AmpIrError, MemoryError):
 __getattr__ = renamed_in(
     __name__, {"IdError": "IndexOutOfRangeError", "ShapeChanged": "ShapeMismatchError"}
 )
+
+
+# What is refused before anything runs. The text has the user's line and what to do; of the frames
+# below the public function, often a hundred of PyTorch's and ours, none tells the user more.
+REFUSALS = (
+    CaptureError,
+    UnsupportedOpError,
+    RuleError,
+    OptionError,
+    ArgumentError,
+    PaddingError,
+    LossScaleError,
+)

@@ -25,7 +25,7 @@ from amp_ir.capture.guards.changing_arguments import ChangingArguments
 from amp_ir.capture.notes import is_warning
 from amp_ir.distributed.process_group import remember_splitting
 from amp_ir.distributed.replicas import Ranks
-from amp_ir.errors import ArgumentError, CopyError, IndexOutOfRangeError, StateError
+from amp_ir.errors import REFUSALS, ArgumentError, CopyError, IndexOutOfRangeError, StateError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.ir.capturing import before_call, captured_scalers
 from amp_ir.ir.stages import seconds_by_stage, stage
@@ -129,11 +129,14 @@ class JitStep:
         if captured_scalers.get() is not None:
             # Another thread, which waits for the capture, may hold its lock.
             raise ArgumentError(NESTED)
-        with self._turn, self._telling_ranks():
-            result = self._run(batch) if self._buckets is None else self._run_in_buckets(batch)
-            assert self._variants.last is not None
-            self._variants.last.guards.follow_changes(batch, {})
-            return result
+        try:
+            with self._turn, self._telling_ranks():
+                result = self._run(batch) if self._buckets is None else self._run_in_buckets(batch)
+                assert self._variants.last is not None
+                self._variants.last.guards.follow_changes(batch, {})
+                return result
+        except REFUSALS as error:
+            raise error.with_traceback(None) from error.__cause__
 
     def __get__(self, instance: Any, owner: type | None = None) -> JitStep:
         """Return the step of an instance, where a method of its class is decorated."""

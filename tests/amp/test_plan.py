@@ -77,7 +77,7 @@ def test_the_summary_counts_casts_and_dtypes():
     assert lines[0].startswith(
         "float16, policy default, placement cut: 1 of 2 ops touch float16; 3"
     )
-    assert lines[1].startswith("values of free ops move 0.0 MiB a step, with the greedy placement")
+    assert lines[1].startswith("values of free ops move 128 B a step, with the greedy placement")
     assert lines[2:] == [
         "  relax.matmul      float16 -> float16  x1",
         "  relax.nn.softmax  float32 -> float32  x1",

@@ -18,6 +18,10 @@ from amp_ir.errors import ArgumentError, CaptureError, ShapeMismatchError, State
 from scaled_training import line_of
 from step_comparison import integers, normal
 
+PLACE = (
+    "Where it is a place, index by a tensor: not queue[:, int(at) : int(at) + n] = rows, but "
+    "queue[:, (at + torch.arange(n)) % queue.shape[1]] = rows"
+)
 READS = "a tensor's value is read in Python, by .item(), float(), int(), bool(), if or while"
 KEEP = (
     "Keep it a tensor: return it and read it after the call, or choose with torch.where. A check "
@@ -70,8 +74,8 @@ def test_every_read_of_a_value_is_listed_at_once() -> None:
     assert error_text(step, model) == "\n".join([
         "this step cannot be captured, 3 places:",
         f"  1. 1 (forward), {__file__}:{line(Branching, 'branch')}; "
-        f"1 (forward), {__file__}:{line(Branching, 'index')}; "
         f"step (forward), {__file__}:{line(step, 'result')}: {READS}. {KEEP}",
+        f"  2. 1 (forward), {__file__}:{line(Branching, 'index')}: {READS}. {PLACE}. {KEEP}",
     ])  # fmt: skip
 
 

@@ -169,6 +169,45 @@ def test_other_reads_of_values_are_refused(read: Any) -> None:
     )
 
 
+class Queue(nn.Module):
+    """MoCo's, which is written at a place that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(3, 8))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def advance(self, n: int) -> None:
+        self.at.add_(n).remainder_(self.queue.shape[1])
+
+    def by_number(self, rows: torch.Tensor) -> None:
+        at, n = int(self.at), len(rows)
+        self.queue[:, at : at + n] = rows.T
+        self.advance(n)
+
+    def by_tensor(self, rows: torch.Tensor) -> None:
+        queue, at, n = self.queue, self.at, len(rows)
+        queue[:, (at + torch.arange(n)) % queue.shape[1]] = rows.T
+        self.advance(n)
+
+
+def test_a_place_that_is_read_is_told_how_to_stay_a_tensor() -> None:
+    model, eager = Queue(), Queue()
+    with pytest.raises(CaptureError) as refused:
+        amp_ir.jit(model.by_number, model=model)(torch.ones(2, 3))
+    assert (
+        "int(), bool(), if or while. Where it is a place, index by a tensor: not queue[:, int(at) "
+        ": int(at) + n] = rows, but queue[:, (at + torch.arange(n)) % queue.shape[1]] = rows. Keep "
+        "it a tensor: return it" in str(refused.value)
+    )
+    train = amp_ir.jit(model.by_tensor, model=model)
+    for index in range(5):
+        rows = torch.full((2, 3), index + 1.0)
+        train(rows)
+        eager.by_number(rows)
+    assert torch.equal(model.queue, eager.queue) and torch.equal(model.at, eager.at)
+
+
 def test_what_the_hint_about_reads_says_works() -> None:
     def chosen(_run: Run, loss: Any, _x: Any, _y: Any) -> Any:
         return torch.where(torch.isfinite(loss), loss.detach(), 0.0)

@@ -291,7 +291,14 @@ TRACE: list[Row] = [
         "step takes other arguments",
         lambda s: s.trace(step=lambda x: x),
         ArgumentError,
-        "step= takes (x) and example_batch= has 2 arguments: too many positional arguments",
+        "the step takes (x) and is given 2 arguments: too many positional arguments",
+    ),
+    (
+        "batch is not unpacked",
+        lambda s: s.trace(step=lambda x, y: x, example_batch=((s.x, s.x),)),
+        ArgumentError,
+        "the step takes (x, y) and is given 1 argument: missing a required argument: 'y'; it is a "
+        "tuple of them: give them one by one, as in step(*batch)",
     ),
     (
         "batch is a tensor",

@@ -192,3 +192,9 @@ def test_the_search_for_writers_sees_every_form(tmp_path: Path):
     for text in ('open("a")', 'open(path, "rb")', "write_text(path, x)", "torch.save(a, file)"):
         source.write_text(text)
         assert not writes_of(source), text
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError) as refused:
+        write_bytes(tmp_path / "absent" / "file", b"new")
+    assert str(refused.value) == f"[Errno 2] There is no such folder: '{tmp_path / 'absent'}'"

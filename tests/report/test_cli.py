@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import amp_ir
 from amp_ir import cli
 from amp_ir.commands import demo as demo_command
 from amp_ir.demo import comparison as measured
@@ -39,6 +41,7 @@ def test_the_table_has_every_quantity_for_the_four_ways(capsys: Any) -> None:
         assert len(rows[label]) == 4, shown.out
     for label in ("speed-up over PyTorch", "peak MiB", "casts", "compiled kernels"):
         assert rows[label][2:] == ["-", "-"] and "-" not in rows[label][:2], shown.out
+    assert all(0.0 < float(peak) < 0.2 for peak in rows["peak MiB"][:2]), shown.out
     assert rows["casts"][0] == "0" and int(rows["casts"][1]) > 0
     assert float(rows["loss off PyTorch float32"][0]) < 1e-5
     assert "3,168 parameters" in shown.out and "Tiny shapes" in shown.out
@@ -294,3 +297,76 @@ def test_turns_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
     assert taken == variants * 2
     assert all(len(variant.losses) == measured.COMPARED_STEPS for variant in result.variants)
     assert re.fullmatch(r"\d+", str(result.ours.kernels))
+
+
+def test_an_option_that_is_not_known_is_told_with_those_of_the_command(
+    train: Callable[..., str], capsys: Any
+) -> None:
+    """And a training file's own is told its place."""
+    file = train()
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["examine", file, "--lr", "0.1"])
+    assert caught.value.code == 2
+    usage, _, error = capsys.readouterr().err.partition("amp-ir examine: error: ")
+    assert usage.startswith("usage: amp-ir examine [-h] [--small] [--json FILE]")
+    assert error == (
+        f"unrecognized arguments: --lr 0.1; what {file} reads itself follows --: amp-ir examine "
+        f"{file} -- --lr 0.1\n"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "save", "mlp", "--lr", "0.1"])
+    assert capsys.readouterr().err.endswith(
+        "amp-ir plan save: error: unrecognized arguments: --lr 0.1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["search", "--max-error", "nan"], "--max-error=nan; expected a relative error between 0 "
+         "and 1, such as 5e-3"),
+        (["search", "--max-error", "1e-2", "--seconds", "-1"], "--seconds=-1.0; expected a number "
+         "of seconds, 0 or more"),
+        (["profile", "--steps", "0"], "--steps=0; expected a whole number of at least 1"),
+        (["report", "--errors", "-5"], "--errors=-5.0; expected a number of seconds, 0 or more"),
+        (["verify", "--max-ratio", "0"], "--max-ratio=0.0; expected a number above 0"),
+        (["plan", "--ranks", "2", "--bandwidth", "1GB/s", "--bucket-cap-mb", "-1"],
+         "--bucket-cap-mb=-1.0; expected a number of MiB above 0"),
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_be_is_refused_before_the_work(
+    words: list[str], message: str, capsys: Any
+) -> None:
+    assert cli.main([*words, "absent.py"]) == 2
+    assert capsys.readouterr().err == f"amp-ir {words[0]}: {message}\n"
+
+
+def test_a_command_without_its_action_lists_them(capsys: Any) -> None:
+    for command, actions in (("cache", "info|clear|export|import"), ("plan", "save|diff")):
+        with pytest.raises(SystemExit):
+            cli.main([command])
+        assert capsys.readouterr().err.endswith(
+            f"amp-ir {command}: error: the following arguments are required: {actions}\n"
+        )
+
+
+@pytest.mark.parametrize("words", [["advise"], ["search", "--max-error", "0.5"]])
+def test_estimates_from_rates_of_a_busy_machine_are_doubted(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Those for a GPU, by its published rates, are not."""
+
+    class Found:
+        plan = overrides = None
+
+        def __str__(self) -> str:
+            return "found"
+
+    command = importlib.import_module(f"amp_ir.commands.{words[0]}")
+    monkeypatch.setattr(command, "load_warning", lambda: "The machine is busy")
+    monkeypatch.setattr(amp_ir, "advise", lambda *_args, **_options: Found())
+    monkeypatch.setattr(amp_ir, "search_precision", lambda *_args, **_options: Found())
+    cli.main([*words, "mlp", "--small"])
+    assert capsys.readouterr().err.endswith("The machine is busy\n")
+    cli.main([*words, "mlp", "--small", "--gpu", "H100"])
+    assert "busy" not in capsys.readouterr().err

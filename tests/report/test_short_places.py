@@ -113,4 +113,5 @@ def test_names_and_places_are_cut_in_the_middle(monkeypatch, tmp_path):
     assert [short_dtype(one) for one in ("bfloat16", "float32", "int64", "uint8", "bool")] == [
         "bf16", "f32", "i64", "u8", "bool",
     ]  # fmt: skip
-    assert (short_nbytes(3 * 2**19), short_nbytes(512)) == ("1.5 MiB", "0.5 KiB")
+    assert (short_nbytes(3 * 2**19), short_nbytes(1536)) == ("1.5 MiB", "1.5 KiB")
+    assert (short_nbytes(512), short_nbytes(1), short_nbytes(0)) == ("512 B", "1 B", "0 B")

@@ -117,13 +117,15 @@ def test_profile_prints_the_table_and_writes_what_is_asked_for(
 
 
 def test_the_page_has_everything_and_loads_nothing(
-    training: Path, tmp_path: Path, capsys: Any
+    training: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(measure, "load_warning", lambda: "The machine is <busy>")
     out = tmp_path / "report.html"
     words = ["report", str(training), "--steps", "2", "--errors", "20", "--out", str(out)]
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     text = out.read_text()
+    assert "<b>The machine is &lt;busy&gt;</b>" in text
     assert not re.search(r"(src|href)=|https?://|@import|url\(", text)
     page = Page()
     page.feed(text)
@@ -229,10 +231,13 @@ def test_a_file_that_lacks_something(tmp_path: Path, source: str, message: str) 
     assert str(caught.value) == message.format(path)
 
 
-def test_a_name_that_is_neither_is_a_wrong_use(capsys: Any) -> None:
-    assert cli.main(["report", "berd1"]) == 2
-    expected = "amp-ir report: berd1 is neither a workload nor a file; "
-    expected += "`amp-ir examine --help` shows a file that the commands take"
+@pytest.mark.parametrize(
+    ("name", "kind"), [("berd1", "neither a workload nor a file"), ("/", "a folder")]
+)
+def test_a_name_that_is_neither_is_a_wrong_use(name: str, kind: str, capsys: Any) -> None:
+    assert cli.main(["report", name]) == 2
+    expected = f"amp-ir report: {name} is {kind}; expected one of bert1, mlp, gpt2, resnet50, ssd, "
+    expected += "lstm, or a .py file; `amp-ir examine --help` shows a file that the commands take"
     assert capsys.readouterr().err.splitlines()[-1] == expected
 
 

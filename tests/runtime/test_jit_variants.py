@@ -401,6 +401,36 @@ def test_a_step_that_is_compiled_on_and_on_says_so_once(
         assert len(ours.train.recompiles) == count
 
 
+def test_text_that_differs_at_every_call_is_told_before_many_compiles(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        step = trains(model, optimizer)
+        return lambda batch: step(batch["x"], batch["y"])
+
+    ours, _ = both(named)
+    for step in range(5):
+        x, y = batch(step, 6)
+        ours.train({"x": x, "y": y, "name": [f"file{step}{row}.png" for row in range(6)]})
+    reason = (
+        "argument 0['name'][0] was 'file20.png' and is 'file30.png'; argument 0['name'][1] was "
+        "'file21.png' and is 'file31.png'; argument 0['name'][2] was 'file22.png' and is "
+        "'file32.png'; argument 0['name'][3] was 'file23.png' and is 'file33.png'; and 2 more"
+    )
+    assert ours.train.recompiles[2].reason == reason
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    seconds = warning.split("Compiling took ")[1].split(" s")[0]
+    line = named.__code__.co_firstlineno + 2
+    name = f"{named.__qualname__}.<lambda> (test_jit_variants.py:{line})".replace("<locals>.", "")
+    assert warning == (
+        f"a jitted step {name} was compiled 3 times more for other text among its arguments (the "
+        f"last time: {reason}). Compiling took {seconds} s so far and goes on with other text: "
+        "results stay right. Leave text that it does not use, such as names of files, out of its "
+        "arguments; where it decides what runs, and all its values come back, pass "
+        "recompile_limit= of at least their number. Said once; train.recompiles lists every time"
+    )
+
+
 def test_programs_of_the_shapes_used_last_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     ours, eager = both(trains, max_shapes=2)
     for rows in (4, 5, 6, 5, 7):

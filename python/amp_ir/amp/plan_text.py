@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from amp_ir.amp.plan_diff import dtypes_in_words
 from amp_ir.amp.plan_parts import Part, parts_of
 from amp_ir.errors import OptionError
+from amp_ir.ir.nbytes_text import mebibytes
 from amp_ir.ir.near_names import inside_of_others, near_names
 from amp_ir.ir.selection import is_inside, names_of_op
 
@@ -27,15 +28,15 @@ def summary(plan: CastPlan) -> Iterator[str]:
         f"{plan.amp_dtype}, policy {plan.policy}, placement {plan.placement}: "
         f"{_low(parts)} of {sum(len(one.plan.ops) for one in parts)} ops touch {plan.amp_dtype}; "
         f"{casts} casts, {_alone(parts)} of them kernels of their own "
-        f"({nbytes / 2**20:.1f} MiB a step)"
+        f"({mebibytes(nbytes)} a step)"
     )
     chosen, greedy, full = (
-        sum(one.length * getattr(one.plan.cost_nbytes, name) for one in parts) / 2**20
+        mebibytes(sum(one.length * getattr(one.plan.cost_nbytes, name) for one in parts))
         for name in ("chosen", "greedy", "full")
     )
     yield (
-        f"values of free ops move {chosen:.1f} MiB a step, with the greedy placement {greedy:.1f}, "
-        f"in float32 {full:.1f}"
+        f"values of free ops move {chosen} a step, with the greedy placement {greedy}, in float32 "
+        f"{full}"
     )
     for one in parts[1:]:
         assert one.loop is not None

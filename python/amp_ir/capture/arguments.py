@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -100,7 +101,20 @@ def _call_errors(step: Any, batch: Any) -> Iterator[str]:
     except TypeError as error:
         number = len(by_position) + len(named)
         count = "1 argument" if number == 1 else f"{number} arguments"
-        yield f"step= takes {signature} and example_batch= has {count}: {error}"
+        hint = "" if named else _unpacked(signature, by_position)
+        yield f"the step takes {signature} and is given {count}: {error}{hint}"
+
+
+def _unpacked(signature: inspect.Signature, arguments: Sequence[Any]) -> str:
+    """Return what to do where the one argument is the tuple of all of them; else ""."""
+    if len(arguments) != 1 or not isinstance(arguments[0], (tuple, list)):
+        return ""
+    (batch,) = arguments
+    try:
+        signature.bind(*batch)
+    except TypeError:
+        return ""
+    return f"; it is a {type(batch).__name__} of them: give them one by one, as in step(*batch)"
 
 
 def _scaler_errors(scaler: object) -> Iterator[str]:

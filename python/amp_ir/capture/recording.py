@@ -55,6 +55,10 @@ _READ_ADVICE = (
     "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
     "gradients are not finite, use amp_ir.GradScaler"
 )
+_PLACE_ADVICE = (
+    "Where it is a place, index by a tensor: not queue[:, int(at) : int(at) + n] = rows, but "
+    "queue[:, (at + torch.arange(n)) % queue.shape[1]] = rows"
+)
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
     "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
@@ -257,7 +261,7 @@ class Recorder(TorchDispatchMode):
             refuse_text(self._diagnostics, self._locator)
             raise TracingStopped
         location = self._locator.here()
-        self._diagnostics.add(*self._read_diagnostic(location))
+        self._diagnostics.add(*self._read_diagnostic(tensor, location))
         self._reads += 1
         if self._reads > _MOST_READS:
             raise TracingStopped
@@ -280,15 +284,19 @@ class Recorder(TorchDispatchMode):
                 for is_wrong, message in checks_of(func, args, location):
                     self._require(is_wrong, message)
 
-    def _read_diagnostic(self, location: Location) -> tuple[str, Location, str]:
+    def _read_diagnostic(
+        self, tensor: torch.Tensor, location: Location
+    ) -> tuple[str, Location, str]:
         """Return what to say of a read, which PyTorch may have made for the user."""
         if torch.is_anomaly_check_nan_enabled() and location.phase == "backward":
             return _ANOMALY_TEXT, location, _ANOMALY_ADVICE
         if _is_in_torchmetrics(location):
             return _READ_TEXT, location, _METRIC_ADVICE
         text = f"{_READ_TEXT}{self._locator.called_at()}"
-        advice = f"{_PACKED_ADVICE}. {_READ_ADVICE}" if self._takes_packed else _READ_ADVICE
-        return text, location, advice
+        advices = [_PACKED_ADVICE] if self._takes_packed else []
+        if tensor.dtype in (torch.int32, torch.int64):
+            advices.append(_PLACE_ADVICE)
+        return text, location, ". ".join([*advices, _READ_ADVICE])
 
     def _check_dtypes(self, func: Any, args: tuple[Any, ...], location: Location) -> None:
         """Refuse tensors of several dtypes where PyTorch's kernels do, and its fakes do not."""

@@ -73,6 +73,7 @@ def _report(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         peers=measured.peers,
         errors=measured.errors,
+        doubt=measured.doubt,
     )
 
 
@@ -84,6 +85,7 @@ class _Measured:
     plan: amp_ir.CastPlan | None
     peers: dict[str, float]
     errors: amp_ir.ErrorReport | None
+    doubt: str
 
 
 def _measure(arguments: argparse.Namespace) -> _Measured:
@@ -121,7 +123,8 @@ def _measure(arguments: argparse.Namespace) -> _Measured:
     warning = load_warning()
     if warning:
         print(warning, file=sys.stderr)
-    return _Measured(Path(arguments.training).name, memory, profile, plan, peers, errors)
+    name = Path(arguments.training).name
+    return _Measured(name, memory, profile, plan, peers, errors, warning)
 
 
 def _peers(

@@ -31,7 +31,7 @@ def add_plan(commands: Any) -> None:
         "--ranks 1024 --help",
         has_training=False,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="save|diff")
     save = add_command(
         actions,
         "save",
@@ -70,7 +70,10 @@ def _save(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     for path in (arguments.old, arguments.new):
         if not path.is_file():
-            raise OptionError(f"there is no plan {path}; amp-ir plan save or plan.save writes one")
+            there = (
+                f"{path} is a folder and no plan" if path.is_dir() else f"there is no plan {path}"
+            )
+            raise OptionError(f"{there}; amp-ir plan save or plan.save writes one")
     found = amp_ir.CastPlan.load(arguments.old).diff(amp_ir.CastPlan.load(arguments.new))
     print(found or "the plans decide the same")
     return CHANGED if found and arguments.fail_on_change else 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from amp_ir.commands import SUMMARIES
 from amp_ir.commands.training import add_command, traced, training_of
 from amp_ir.demo.stage_progress import stages
 from amp_ir.files.atomic_file import write_text
+from amp_ir.host.machine_load import load_warning
 from amp_ir.host.machine_model import GPUS
 from amp_ir.verification.precision_search import OBJECTIVES
 
@@ -71,6 +73,9 @@ def _search(arguments: argparse.Namespace) -> int:
         allow_tf32=arguments.tf32,
     )
     print(found)
+    warning = load_warning()
+    if arguments.gpu is None and warning:
+        print(warning, file=sys.stderr)
     if found.overrides:
         print(f'For jit and autocast:\npolicy="{found.policy}", overrides=[')
         print("\n".join(f"    amp_ir.{one}," for one in found.overrides) + "\n]")

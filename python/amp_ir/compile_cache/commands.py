@@ -15,7 +15,9 @@ from amp_ir.files.private_cache import StoredEntry
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `amp-ir cache`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="info|clear|export|import"
+    )
     actions.add_parser("info", help="where it is, and how much is in it")
     actions.add_parser("clear", help="remove every compiled step")
     export = actions.add_parser("export", help="write every compiled step to one file")

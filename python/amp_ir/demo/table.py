@@ -49,7 +49,8 @@ def _rows(comparison: Comparison) -> list[tuple[str, Callable[[Variant], str]]]:
         ("ms a step", lambda variant: _three_digits(variant.ms)),
         ("  speed-up over own float32", own),
         ("  speed-up over PyTorch", peer),
-        ("peak MiB", lambda variant: _or_none(variant.peak_mib, "{:.1f}")),
+        # That of tiny shapes is some KiB.
+        ("peak MiB", lambda one: _or_none(one.peak_mib, _peak_format(one))),
         ("casts", lambda variant: _or_none(variant.casts, "{}")),
         ("compiled kernels", lambda variant: _or_none(variant.kernels, "{}")),
         ("seconds to compile", lambda variant: _or_none(variant.compile_seconds, "{:.1f}")),
@@ -57,6 +58,10 @@ def _rows(comparison: Comparison) -> list[tuple[str, Callable[[Variant], str]]]:
         ("loss off PyTorch float32", difference(eager)),
         ("loss off PyTorch autocast", difference(eager_low)),
     ]
+
+
+def _peak_format(variant: Variant) -> str:
+    return "{:.1f}" if (variant.peak_mib or 0.0) >= 1.0 else "{:.3f}"
 
 
 def summary(comparison: Comparison) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from amp_ir.demo.first_call import calls_jit_in_a_function, first_call
 from amp_ir.demo.jit_call import jit_call, value_of
+from amp_ir.demo.workloads import WORKLOADS
 from amp_ir.errors import OptionError
 from amp_ir.report.step_name import function_name
 
@@ -65,7 +66,9 @@ def load_training(path: Path, arguments: Sequence[str] = ()) -> TrainingFile:
             ends without calling a jitted step.
     """
     if not path.is_file():
-        raise OptionError(f"{path} is neither a workload nor a file; {_SEE}")
+        kind = "a folder" if path.is_dir() else "neither a workload nor a file"
+        known = ", ".join(WORKLOADS)
+        raise OptionError(f"{path} is {kind}; expected one of {known}, or a .py file; {_SEE}")
     # Bytes, whose encoding the file may declare itself.
     if calls_jit_in_a_function(path.read_bytes(), _NEEDED):
         return _of_first_call(path, arguments)

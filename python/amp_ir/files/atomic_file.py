@@ -110,7 +110,13 @@ def _create(target: Path, mode: int) -> tuple[int, Path]:
     """
     while True:
         temporary = target.with_name(f"{_stem(target)}.{secrets.token_hex(8)}{SUFFIX}")
-        descriptor = os.open(temporary, _EXCLUSIVE, mode)
+        try:
+            descriptor = os.open(temporary, _EXCLUSIVE, mode)
+        except FileNotFoundError as error:
+            # The temporary file's name says nothing to the user.
+            raise FileNotFoundError(
+                error.errno, "There is no such folder", str(target.parent)
+            ) from None
         _lock(descriptor, fcntl.LOCK_EX)
         # Between the creation and the lock another process may take it for one left behind.
         if os.fstat(descriptor).st_nlink:

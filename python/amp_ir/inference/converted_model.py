@@ -19,6 +19,7 @@ from amp_ir.errors import CopyError, OptionError, ShapeMismatchError
 from amp_ir.host.fork_safe_lock import ForkSafeLock
 from amp_ir.inference.conversion import Conversion
 from amp_ir.inference.stored_parameters import StoredParameters
+from amp_ir.ir.nbytes_text import mebibytes
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.runtime.arena import Arena
 from amp_ir.runtime.step import CompiledStep
@@ -192,7 +193,7 @@ class ConvertedModel:
         count = len(self.programs)
         return (
             f"ConvertedModel({count} program{'s' if count > 1 else ''}, "
-            f"parameters {self.nbytes / 2**20:.1f} MiB)"
+            f"parameters {mebibytes(self.nbytes)})"
         )
 
 

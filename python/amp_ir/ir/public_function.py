@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from amp_ir.errors import ArgumentError
+from amp_ir.errors import REFUSALS, ArgumentError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,10 @@ def public_function(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             except TypeError as error:
                 why = _why(error, signature, args, named)
                 raise ArgumentError(f"{name}: {why}") from None
-            return function(*args, **named)
+            try:
+                return function(*args, **named)
+            except REFUSALS as error:
+                raise error.with_traceback(None) from error.__cause__
 
         return call
 

@@ -100,8 +100,9 @@ def write_report(
     out: Path,
     peers: Mapping[str, float] | None = None,
     errors: RoundingErrors | None = None,
+    doubt: str = "",
 ) -> int:
     """Write the page, with `peers` as in `show_profile`, and print its path."""
-    write_text(out, step_page(title, memory, profile, plan, machine, peers, errors))
+    write_text(out, step_page(title, memory, profile, plan, machine, peers, errors, doubt))
     wide_console().print(f"wrote {out}", highlight=False)
     return 0

@@ -15,6 +15,7 @@ from rich.table import Table
 from amp_ir.deprecation import Renamed
 from amp_ir.files.strict_json import strict_json
 from amp_ir.ir.memory_plan import ChunkedLoss, MemoryPlan, MemoryRole, PlannedValue, Recomputation
+from amp_ir.ir.nbytes_text import mebibytes
 
 _SHOWN_VALUES = 12
 _TIMELINE_BARS = 24
@@ -198,14 +199,6 @@ def report_memory(plan: MemoryPlan, baseline: MemoryPlan | None = None) -> Memor
     if baseline is None:
         return report
     return attrs.evolve(report, balance=_balance(report, report_memory(baseline)))
-
-
-def mebibytes(nbytes: float) -> str:
-    """Format bytes for people."""
-    if 0 < nbytes < 10_486:  # else it would read 0.00
-        return f"{nbytes:.0f} B" if nbytes < 1024 else f"{nbytes / 1024:.1f} KiB"
-    number = nbytes / 2**20
-    return f"{number:.{0 if number >= 1000 else 1 if number >= 10 else 2}f} MiB"
 
 
 def _balance(report: MemoryReport, baseline: MemoryReport) -> AmpBalance:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from amp_ir.ir.memory_plan import MemoryRole
-from amp_ir.report.memory import MemoryReport, Moment, mebibytes
+from amp_ir.ir.nbytes_text import mebibytes
+from amp_ir.report.memory import MemoryReport, Moment
 
 # From the bottom up: what is always there first. Colours are variables of the page's style.
 _STACK = (

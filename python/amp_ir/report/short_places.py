@@ -46,7 +46,7 @@ def short_place(place: str, columns: int) -> str:
 
 
 def short_nbytes(nbytes: int) -> str:
-    """Return bytes as "1.5 MiB" or "0.5 KiB"."""
+    """Return bytes as "1.5 MiB", "1.5 KiB" or "12 B"."""
     if nbytes >= 2**20:
         return f"{nbytes / 2**20:.1f} MiB"
-    return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes >= 2**10 else f"{nbytes} B"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
 
+from amp_ir.ir.nbytes_text import mebibytes
 from amp_ir.report.bar_shares import bar_shares
 from amp_ir.report.exchange_section import exchange_section
 from amp_ir.report.kernel_profile import KernelProfile, KernelTotal
@@ -21,7 +22,7 @@ from amp_ir.report.kernel_table import (
     shortened,
     step_time,
 )
-from amp_ir.report.memory import HeldValue, MemoryReport, mebibytes
+from amp_ir.report.memory import HeldValue, MemoryReport
 from amp_ir.report.memory_chart import colour_class, memory_chart
 from amp_ir.report.step_style import SCRIPT, STYLE
 
@@ -76,6 +77,7 @@ def step_page(
     machine: str,
     peers: Mapping[str, float] | None = None,
     errors: RoundingErrors | None = None,
+    doubt: str = "",
 ) -> str:
     """Return the page; it loads nothing from anywhere.
 
@@ -87,13 +89,15 @@ def step_page(
         machine: the machine in a few words.
         peers: milliseconds of a step by who ran it, in turns; the first is this step.
         errors: the gradients' error by op, where it was measured.
+        doubt: why the times may not be the machine's best.
     """
+    doubted = f"<p><b>{escape(doubt)}</b></p>" if doubt else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
         '</title><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f'<p class="quiet">{escape(machine)}; peaks: {escape(str(profile.peaks))}</p>'
-        f'<div class="facts">{"".join(_facts(memory, profile))}</div>{_peers(peers or {})}'
+        f'{doubted}<div class="facts">{"".join(_facts(memory, profile))}</div>{_peers(peers or {})}'
         f"{_memory_section(memory)}{_kernel_section(profile)}"
         f"{exchange_section(profile.exchanges, profile.step_milliseconds)}"
         f"{_library_section(profile)}{_error_section(errors)}{_plan_section(plan)}"
@@ -206,7 +210,7 @@ def _kernel_section(profile: KernelProfile) -> str:
         f"{_heads('phase', '')}</tr></thead><tbody>{rows}</tbody></table></div>"
         '<p class="quiet">MiB is what a kernel reads and writes, each tensor once. "Roofline" is '
         "the time at the machine's peaks over the time taken; above 100 % its data was in a "
-        f"cache.{timed}</p>"
+        f"cache, or the machine was busy while its peaks were measured.{timed}</p>"
     )
 
 

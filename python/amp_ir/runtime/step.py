@@ -13,6 +13,7 @@ from amp_ir.errors import CopyError, StateError
 from amp_ir.host.forked_threads import use_threads_that_exist
 from amp_ir.ir.dispatch_log import DispatchNote
 from amp_ir.ir.memory_plan import MemoryPlan
+from amp_ir.ir.nbytes_text import mebibytes
 from amp_ir.ir.step_log import StepLog, StepRecord
 from amp_ir.ir.step_module import Role, StepModule
 from amp_ir.runtime import torn_state
@@ -41,7 +42,7 @@ class CompileReport:
         parts = [
             f"{self.kernel_count} kernels",
             *([f"{external} external call{'s' if external > 1 else ''}"] if external else []),
-            f"peak {self.plan.peak_bytes / 2**20:.1f} MiB",
+            f"peak {mebibytes(self.plan.peak_bytes)}",
             f"compiled in {sum(self.seconds.values()):.1f} s",
         ]
         return ", ".join(parts)

@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import attrs
 
 from amp_ir.host.logs import logger_of
+from amp_ir.ir.short_list import short_list
 from amp_ir.ir.step_module import StepHooks
 from amp_ir.runtime.step import CompiledStep
 
@@ -29,6 +30,11 @@ log = logger_of("recompiles")
 DEFAULT_LIMIT = 8
 # Lengths padded to multiples of 32 up to 512 are as many.
 DEFAULT_SHAPES = 16
+# A list of a batch's file names differs in every entry.
+_MOST_DIFFERENCES = 4
+# Names of files differ at every call; a word that decides what runs has few values.
+_MOST_TEXTS = 3
+_OF_TEXT = re.compile(r""" was ['"].* and is ['"]""")
 
 
 class Signature(Protocol):
@@ -152,7 +158,7 @@ class StepVariants(Generic[S]):
         known = self._by_key.get(signature.key) or self._recent
         found = [(signature.differences(one.signature), one.number) for one in known]
         differences, number = min(found, key=lambda one: len(one[0]), default=([], 0))
-        return "; ".join(differences), number
+        return short_list(differences, most=_MOST_DIFFERENCES), number
 
     def keep(
         self, signature: S, guards: StepHooks, program: CompiledStep, *, behind: int = 0
@@ -213,9 +219,11 @@ class StepVariants(Generic[S]):
         if len(self._by_key[key]) > self._limit:
             self._drop(self._by_key[key][-1])
         self._keep_recent_shapes()
-        if len(reasons) >= self._limit and not self._has_warned:
+        texts = [one for one in reasons if _OF_TEXT.search(one)]
+        if (len(reasons) >= self._limit or len(texts) >= _MOST_TEXTS) and not self._has_warned:
             self._has_warned = True
-            log.warning("%s", self._warning(reasons))
+            is_of_text = len(texts) >= _MOST_TEXTS
+            log.warning("%s", self._warning_of(texts) if is_of_text else self._warning(reasons))
         return variant
 
     def _keep_recent_shapes(self) -> None:
@@ -253,6 +261,17 @@ class StepVariants(Generic[S]):
             f"shape that comes back is compiled again. Compiling took {seconds:.1f} s so far. Pad "
             f"the {users.arguments} to fewer shapes, or pass max_shapes= of at least their number: "
             f"they share one arena. Said once; {users.recompiles} lists every time"
+        )
+
+    def _warning_of(self, texts: list[str]) -> str:
+        users, seconds = self._users, sum(one.seconds for one in self.recompiles)
+        return (
+            f"{users.kind} {users.name} was compiled {len(texts)} times more for other text among "
+            f"its arguments (the last time: {texts[-1]}). Compiling took {seconds:.1f} s so far "
+            "and goes on with other text: results stay right. Leave text that it does not use, "
+            "such as names of files, out of its arguments; where it decides what runs, and all "
+            "its values come back, pass recompile_limit= of at least their number. Said once; "
+            f"{users.recompiles} lists every time"
         )
 
     def _warning(self, reasons: list[str]) -> str:

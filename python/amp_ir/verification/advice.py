@@ -86,6 +86,11 @@ class Advice:
             f"{self.call_share:.0%} is the start of kernels, {self.cast_share:.0%} casts alone."
         )
         for one in self.findings:
-            yield f"- {one.text} ({one.milliseconds:.3g} ms)"
+            yield f"- {one.text} ({_rounded(one.milliseconds)} ms)"
         if not self.findings:
             yield "Nothing stands out that would be worth a change."
+
+
+def _rounded(milliseconds: float) -> str:
+    """Format an estimate with three digits, and no power of ten for a long one."""
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

@@ -111,8 +111,7 @@ class CallSignature:
 
     def changed_numbers(self, earlier: CallSignature) -> list[str]:
         """Return the positions of numbers of one type that differ, if the structure is the same."""
-        plain, was_plain = ([kind is None for kind in one.kinds] for one in (self, earlier))
-        if self.structure != earlier.structure or plain != was_plain:
+        if self.structure != earlier.structure or not self._has_plain_where(earlier):
             return []
         paths = [path for path, kind in zip(self._paths(), self.kinds, strict=True) if kind is None]
         return [
@@ -120,6 +119,11 @@ class CallSignature:
             for position in self._changed(earlier)
             if is_number(now := self.plain[position]) and can_follow(now, earlier.plain[position])
         ]
+
+    def _has_plain_where(self, other: CallSignature) -> bool:
+        """Return whether the plain values are the same leaves of a call of one structure."""
+        plain, others = ([kind is None for kind in one.kinds] for one in (self, other))
+        return plain == others
 
     def _changed(self, program: CallSignature) -> list[int]:
         """Return the positions of the plain values that differ from a program's."""
@@ -144,7 +148,7 @@ class CallSignature:
             was, now = earlier._structure(), self._structure()
             return [f"the structure of the arguments was {was} and is {now}"]
         values = list(self.values)
-        if self.key == earlier.key:
+        if self._has_plain_where(earlier):
             # Numbers that the earlier call's program reads at each call do not count.
             changed = self._changed(earlier)
             values = [values[i] if i in changed else was for i, was in enumerate(earlier.values)]
