@@ -19,23 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amp_ir.capture.define_op import define_op
+from amp_ir.capture.decompositions.checked_lengths import require_lengths
 from amp_ir.capture.diagnostics import UnsupportedCall
-
-_SCHEMA = (
-    "checked_lengths(Tensor lengths, Tensor checked, int least, int extent, str message) -> Tensor"
-)
-
-
-def _checked(lengths: torch.Tensor, *_limits: Any) -> torch.Tensor:
-    return lengths.clone()
-
-
-def _checked_types(lengths: torch.Tensor, *_limits: Any) -> torch.Tensor:
-    return torch.empty_like(lengths)
-
-
-define_op(_SCHEMA, _checked, _checked_types)
 
 
 class _Reversed(torch.autograd.Function):
@@ -237,12 +222,12 @@ class PackingFunctions:
                 f"'lengths' argument should be a 1D CPU int64 tensor with one number for each of "
                 f"{count} sequences, but got shape {tuple(lengths.shape)} on {lengths.device}"
             )
-        checked = _require(
+        checked = require_lengths(
             lengths, lengths, 1, steps,
             f"pack_padded_sequence takes lengths from 1 to {steps}, the steps of its input",
         )  # fmt: skip
         if lengths is not self._in_any_order and count > 1:
-            checked = _require(
+            checked = require_lengths(
                 checked, lengths[:-1] - lengths[1:], 0, steps,
                 "pack_padded_sequence takes lengths in decreasing order, or enforce_sorted=False: "
                 "a length less the next one must be 0 or more",
@@ -264,14 +249,14 @@ def pad(
     rows, lengths = data.rows, data.lengths
     steps = rows.shape[0]
     if isinstance(total_length, _LongestLength):
-        lengths = _require(
+        lengths = require_lengths(
             lengths, lengths.max(), steps, steps,
             "pad_packed_sequence makes as many steps as the longest sequence has, and a compiled "
             f"step has fixed shapes: pass total_length={steps}, or lengths of which the largest "
             f"is {steps}",
         )  # fmt: skip
     elif total_length < steps:
-        lengths = _require(
+        lengths = require_lengths(
             lengths, lengths, 1, total_length,
             f"pad_packed_sequence takes lengths up to its total_length, {total_length}",
         )  # fmt: skip
@@ -282,15 +267,6 @@ def pad(
         more = rows.new_full((total_length - steps, *rows.shape[1:]), padding_value)
         rows = torch.cat([rows, more])
     return rows.transpose(0, 1) if batch_first else rows, lengths
-
-
-def _require(
-    lengths: torch.Tensor, checked: torch.Tensor, least: int, most: int, message: str
-) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.amp_ir.checked_lengths(
-        lengths, checked, least, most + 1, message
-    )
-    return result
 
 
 class Forwarding:
