@@ -38,6 +38,7 @@ from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
+from amp_ir.capture.refused_dtypes import refused_dtypes
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
@@ -273,7 +274,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: Location
     ) -> None:
         """Refuse what PyTorch's kernels do: here, or where it is a matter of values in the step."""
-        self._check_dtypes(func, args, location)
+        self._check_dtypes(func, args, kwargs, location)
         check_reduced(func, args, kwargs)
         if func in CHECKED_OPS:
             with self:
@@ -290,8 +291,14 @@ class Recorder(TorchDispatchMode):
         advice = f"{_PACKED_ADVICE}. {_READ_ADVICE}" if self._takes_packed else _READ_ADVICE
         return text, location, advice
 
-    def _check_dtypes(self, func: Any, args: tuple[Any, ...], location: Location) -> None:
-        """Refuse tensors of several dtypes where PyTorch's kernels do, and its fakes do not."""
+    def _check_dtypes(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: Location
+    ) -> None:
+        """Refuse dtypes that PyTorch's kernels refuse, and its fakes do not."""
+        refused = refused_dtypes(func, args, kwargs)
+        if refused is not None:
+            self._diagnostics.add(refused[0], location, refused[1])
+            raise TracingStopped
         if func not in _OF_ONE_DTYPE:
             return
         dtypes = dict.fromkeys(one.dtype for one in args if isinstance(one, torch.Tensor))
