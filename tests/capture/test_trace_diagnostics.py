@@ -77,7 +77,7 @@ def test_every_read_of_a_value_is_listed_at_once() -> None:
 
 def select(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
     logits = model(x)
-    return logits[logits > 0].sum()  # marked: here
+    return logits[logits > 0].median()  # marked: here
 
 
 def compare(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:

@@ -43,7 +43,7 @@ def assigned(func: Any, args: tuple[Any, ...]) -> bool:
         shape = (*viewed.shape[:axis], *viewed.shape[axis + 1 :])
         while value.ndim > len(shape) and value.shape[0] == 1:
             value = value[0]
-        value = value.expand(shape).unsqueeze(axis)
+        value = value.expand(shape).unsqueeze(axis).to(x.dtype)
     viewed[(*[slice(None)] * axis, index[at].reshape(1).long())] = value
     return True
 

@@ -26,6 +26,7 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedC
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
+from amp_ir.capture.selected_rows import selected
 from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.capture.transaction import Transaction
@@ -117,7 +118,7 @@ class Substitution(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _TAKES_VALUES and not isinstance(args[0], FakeTensor):
+        if func in _TAKES_VALUES and not isinstance(args[0], (FakeTensor, PackedPart)):
             return self._values_of(func, args, kwargs)
         if not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args)):
             return PackedPart.__torch_function__(func, (), args, kwargs)
@@ -128,6 +129,9 @@ class Substitution(TorchFunctionMode):
                 "Make a tensor by torch.full((), number) and compute with that, or pass the number "
                 "to the step as an argument",
             )
+        rows = selected(func, args)
+        if rows is not None:
+            return rows
         args, kwargs = guard_special_numbers(func, args, kwargs)
         check_arguments(func, args, kwargs)
         if assigned(func, args):

@@ -17,6 +17,7 @@ from amp_ir.capture.call_arguments import call
 from amp_ir.capture.collectives import TracedRanks
 from amp_ir.capture.constant_values import noting_reads
 from amp_ir.capture.containers import flatten
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.failure_advice import advice_on
 from amp_ir.capture.functional import uncompiled_graphs
@@ -331,7 +332,9 @@ class StepTracer:
                 for key, value in optimizer.state.get(entry.fake, {}).items():
                     if isinstance(value, FakeTensor) and key not in known:
                         yield Created(index, entry.tensor, key, value)
-                    elif not isinstance(value, torch.Tensor) and before.get(key) != value:
+                    elif isinstance(value, PackedPart) or (
+                        not isinstance(value, torch.Tensor) and before.get(key) != value
+                    ):
                         self._refuse(
                             f"{type(optimizer).__name__} keeps {key!r} as a Python value and "
                             "changes it",

@@ -13,7 +13,7 @@ What PyTorch checks on the host is checked by the step: `amp_ir.checked_lengths`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -93,13 +93,17 @@ class PackedPart(torch.Tensor):
         """Return what `func(*args)` is; NotImplemented where that depends on the lengths."""
         return NotImplemented
 
+    def answer_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a call is, whose options no answer depends on."""
+        return self.answer(func, args)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Answer for PyTorch's own functions and refuse all others."""
         (part, *_) = (one for one in tree_leaves((args, kwargs)) if isinstance(one, PackedPart))
-        result = part.answer(func, args)
+        result = part.answer_call(func, args, kwargs or {})
         if result is NotImplemented:
             raise UnsupportedCall(
                 f"{getattr(func, '__name__', func)} reads {part.part} of a PackedSequence, whose "

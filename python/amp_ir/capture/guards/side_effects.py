@@ -47,6 +47,7 @@ from amp_ir.capture.guards.places import (
 )
 from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
 from amp_ir.capture.later_number import LaterNumber
+from amp_ir.capture.selected_rows import SelectedRows
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.errors import CaptureError
 from amp_ir.host.held_values import SEQUENCES, each_held, held_by
@@ -363,6 +364,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         for one in each_held(value, lambda one: isinstance(one, kinds)):
             if isinstance(one, FakeTensor):
                 yield one
+            elif isinstance(one, SelectedRows):
+                yield one.whole
 
 
 def _holds_result(value: Any) -> bool:
