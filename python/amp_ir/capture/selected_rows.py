@@ -21,7 +21,7 @@ from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import UnsupportedCall
 
-_GET, _SET = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+_SET = torch.Tensor.__setitem__
 _ELEMENTWISE = frozenset(
     "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv truediv rtruediv "
     "itruediv divide true_divide pow rpow ipow neg negative abs exp expm1 log log1p log2 sqrt "
@@ -41,9 +41,9 @@ _OLD_OPTIONS = frozenset({"reduce", "size_average"})
 _FILLER = 1
 
 
-def selected(func: Any, args: tuple[Any, ...]) -> SelectedRows | None:
-    """Return what a call selects by a mask of values that do not exist yet; else None."""
-    if func is not _GET or torch._C._functorch.peek_interpreter_stack() is not None:
+def selected(args: tuple[Any, ...]) -> SelectedRows | None:
+    """Return what x[mask] selects by a mask of values that do not exist yet; else None."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     x, index = args
     mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index

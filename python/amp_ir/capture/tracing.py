@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_ir.capture.argument_changes import WatchedArguments
 from amp_ir.capture.batch import Arguments, Results, unusable_result
 from amp_ir.capture.call_arguments import call
+from amp_ir.capture.chosen_rows import ChosenRow
 from amp_ir.capture.collectives import TracedRanks
 from amp_ir.capture.constant_values import noting_reads
 from amp_ir.capture.containers import flatten
@@ -251,6 +252,7 @@ class StepTracer:
     def _outputs(self, value: Any) -> list[torch.Tensor]:
         """Return the flat outputs of the graph; `_left` records their roles."""
         leaves, spec = flatten(value)
+        leaves = [leaf.read() if isinstance(leaf, ChosenRow) else leaf for leaf in leaves]
         for reason in filter(None, map(unusable_result, leaves)):
             advice = "Return tensors and plain values in tuples, lists, dicts or dataclasses"
             self._refuse(reason, advice)

@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from amp_ir.capture.chosen_rows import ChosenRow
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
@@ -366,6 +367,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
                 yield one
             elif isinstance(one, SelectedRows):
                 yield one.whole
+            elif isinstance(one, ChosenRow):
+                yield one.viewed
 
 
 def _holds_result(value: Any) -> bool:
