@@ -24,6 +24,10 @@ KEEP = (
     "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
     "gradients are not finite, use amp_ir.GradScaler"
 )
+PLACE = (
+    "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
+    "places from k on"
+)
 FIXED = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
     "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
@@ -70,8 +74,8 @@ def test_every_read_of_a_value_is_listed_at_once() -> None:
     assert error_text(step, model) == "\n".join([
         "this step cannot be captured, 3 places:",
         f"  1. 1 (forward), {__file__}:{line(Branching, 'branch')}; "
-        f"1 (forward), {__file__}:{line(Branching, 'index')}; "
         f"step (forward), {__file__}:{line(step, 'result')}: {READS}. {KEEP}",
+        f"  2. 1 (forward), {__file__}:{line(Branching, 'index')}: {READS}. {PLACE}. {KEEP}",
     ])  # fmt: skip
 
 
@@ -131,7 +135,9 @@ IN_A_LINE = [
         write_outside,
         "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Pass its "
         "module in model=[...], register it as a buffer of the model, pass its optimizer in "
-        "optimizer=, or update it after the step",
+        "optimizer=, or update it after the step. Tensors of a dict or list may be in a "
+        "torch.nn.ParameterDict or ParameterList, averages of parameters in a "
+        "torch.optim.swa_utils.AveragedModel, in model=[...]",
     ),
     (
         write_batch,
@@ -217,7 +223,8 @@ def test_what_a_step_leaves_behind_is_checked() -> None:
         "  3. step (forward): the step replaces weight by something of another kind. Write to it "
         "in place (copy_) and keep its shape and dtype",
         "  4. step (forward): CountsInPython keeps 'count' as a Python value and changes it. Let "
-        "the optimizer keep it as a tensor and update it in place",
+        "the optimizer keep it as a tensor and update it in place: state['count'] = "
+        "torch.zeros(()), then state['count'] += 1",
     ])  # fmt: skip
 
 

@@ -56,6 +56,10 @@ _READ_ADVICE = (
     "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
     "gradients are not finite, use amp_ir.GradScaler"
 )
+_PLACE_ADVICE = (
+    "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
+    "places from k on"
+)
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
     "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
@@ -258,7 +262,7 @@ class Recorder(TorchDispatchMode):
             refuse_text(self._diagnostics, self._locator)
             raise TracingStopped
         location = self._locator.here()
-        self._diagnostics.add(*self._read_diagnostic(location))
+        self._diagnostics.add(*self._read_diagnostic(tensor, location))
         self._reads += 1
         if self._reads > _MOST_READS:
             raise TracingStopped
@@ -281,15 +285,22 @@ class Recorder(TorchDispatchMode):
                 for is_wrong, message in checks_of(func, args, location):
                     self._require(is_wrong, message)
 
-    def _read_diagnostic(self, location: Location) -> tuple[str, Location, str]:
+    def _read_diagnostic(
+        self, tensor: torch.Tensor, location: Location
+    ) -> tuple[str, Location, str]:
         """Return what to say of a read, which PyTorch may have made for the user."""
         if torch.is_anomaly_check_nan_enabled() and location.phase == "backward":
             return _ANOMALY_TEXT, location, _ANOMALY_ADVICE
         if _is_in_torchmetrics(location):
             return _READ_TEXT, location, _METRIC_ADVICE
         text = f"{_READ_TEXT}{self._locator.called_at()}"
-        advice = f"{_PACKED_ADVICE}. {_READ_ADVICE}" if self._takes_packed else _READ_ADVICE
-        return text, location, advice
+        is_place = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
+        parts = [
+            (_PACKED_ADVICE, self._takes_packed),
+            (_PLACE_ADVICE, is_place),
+            (_READ_ADVICE, True),
+        ]
+        return text, location, ". ".join(part for part, is_said in parts if is_said)
 
     def _check_dtypes(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: Location
@@ -320,7 +331,9 @@ class Recorder(TorchDispatchMode):
                 what = f"{func} writes to a tensor outside of the model and the optimizer"
                 advice = (
                     "Pass its module in model=[...], register it as a buffer of the model, pass "
-                    "its optimizer in optimizer=, or update it after the step"
+                    "its optimizer in optimizer=, or update it after the step. Tensors of a dict "
+                    "or list may be in a torch.nn.ParameterDict or ParameterList, averages of "
+                    "parameters in a torch.optim.swa_utils.AveragedModel, in model=[...]"
                 )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"

@@ -340,7 +340,8 @@ class StepTracer:
                         self._refuse(
                             f"{type(optimizer).__name__} keeps {key!r} as a Python value and "
                             "changes it",
-                            "Let the optimizer keep it as a tensor and update it in place",
+                            "Let the optimizer keep it as a tensor and update it in place: "
+                            f"state[{key!r}] = torch.zeros(()), then state[{key!r}] += 1",
                         )
 
     def _put_scalers(self, transaction: Transaction) -> list[CapturedScaler]:
