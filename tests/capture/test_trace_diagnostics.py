@@ -18,15 +18,15 @@ from amp_ir.errors import ArgumentError, CaptureError, ShapeMismatchError, State
 from scaled_training import line_of
 from step_comparison import integers, normal
 
-PLACE = (
-    "Where it is a place, index by a tensor: not queue[:, int(at) : int(at) + n] = rows, but "
-    "queue[:, (at + torch.arange(n)) % queue.shape[1]] = rows"
-)
 READS = "a tensor's value is read in Python, by .item(), float(), int(), bool(), if or while"
 KEEP = (
     "Keep it a tensor: return it and read it after the call, or choose with torch.where. A check "
     "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
     "gradients are not finite, use amp_ir.GradScaler"
+)
+PLACE = (
+    "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
+    "places from k on"
 )
 FIXED = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
@@ -81,7 +81,7 @@ def test_every_read_of_a_value_is_listed_at_once() -> None:
 
 def select(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
     logits = model(x)
-    return logits[logits > 0].sum()  # marked: here
+    return logits[logits > 0].median()  # marked: here
 
 
 def compare(model: Any, _optimizer: Any, x: Any, _y: Any) -> Any:
@@ -135,7 +135,9 @@ IN_A_LINE = [
         write_outside,
         "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Pass its "
         "module in model=[...], register it as a buffer of the model, pass its optimizer in "
-        "optimizer=, or update it after the step",
+        "optimizer=, or update it after the step. Tensors of a dict or list may be in a "
+        "torch.nn.ParameterDict or ParameterList, averages of parameters in a "
+        "torch.optim.swa_utils.AveragedModel, in model=[...]",
     ),
     (
         write_batch,
@@ -221,7 +223,8 @@ def test_what_a_step_leaves_behind_is_checked() -> None:
         "  3. step (forward): the step replaces weight by something of another kind. Write to it "
         "in place (copy_) and keep its shape and dtype",
         "  4. step (forward): CountsInPython keeps 'count' as a Python value and changes it. Let "
-        "the optimizer keep it as a tensor and update it in place",
+        "the optimizer keep it as a tensor and update it in place: state['count'] = "
+        "torch.zeros(()), then state['count'] += 1",
     ])  # fmt: skip
 
 

@@ -170,3 +170,5 @@ def test_losses_of_each_row_by_vmap() -> None:
     train(SHARES)
     with pytest.raises(CheckFailedError, match="elements of target"):
         train(_other(1.5))
+    with pytest.raises(CheckFailedError, match="var has negative"):
+        train(_other(-1.0))

@@ -36,6 +36,9 @@ class Setting:
         self.model.register_buffer("seen", torch.zeros(3))
         self.model.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.head, self.scaled = self.model.weight[:1], self.model.weight * 2
+        self.model.register_buffer("queue", torch.zeros(5, 3))
+        self.averages = {"weight": torch.zeros(3, 4)}
+        self.average = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(3, 4), False)})
         self.kept: list[torch.Tensor] = []
         self.calls = 0
 
@@ -74,6 +77,48 @@ def write_buffer(s: Setting, x: torch.Tensor) -> Any:
     return s.train(s.loss(x))
 
 
+def averaged(s: Setting, x: torch.Tensor, averages: Any) -> Any:
+    loss = s.train(s.loss(x))
+    with torch.no_grad():
+        averages["weight"].mul_(0.5).add_(s.model.weight, alpha=0.5)
+    return loss, averages["weight"].clone()
+
+
+def read_place(s: Setting, x: torch.Tensor) -> Any:
+    k = int(s.model.count)
+    s.model.queue[k : k + 2] = s.model(x).detach()[:2]
+    s.model.count[...] = (k + 2) % 4
+    return s.train(s.loss(x) + s.model.queue.square().mean() * s.model.weight.sum())
+
+
+def keep_place(s: Setting, x: torch.Tensor) -> Any:
+    k = s.model.count
+    s.model.queue[(k + torch.arange(2)) % len(s.model.queue)] = s.model(x).detach()[:2]
+    s.model.count.copy_((k + 2) % 4)
+    return s.train(s.loss(x) + s.model.queue.square().mean() * s.model.weight.sum())
+
+
+def skips(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.loss(x)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(s.model.parameters(), 1.0)
+    if torch.isfinite(norm):
+        s.optimizer.step()
+    s.optimizer.zero_grad()
+    return loss.detach()
+
+
+def raises(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.loss(x)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(s.model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        raise ValueError("the gradients are not finite")
+    s.optimizer.step()
+    s.optimizer.zero_grad()
+    return loss.detach()
+
+
 def write_batch(s: Setting, x: torch.Tensor) -> Any:
     x[0].mul_(2)
     return s.train(s.loss(x))
@@ -110,12 +155,12 @@ def schedule_inside(s: Setting, x: torch.Tensor) -> Any:
 
 def select(s: Setting, x: torch.Tensor) -> Any:
     y = s.model(x)
-    return s.train(y[y > 0].sum())
+    return s.train(torch.cat([y[y > 0], x[0]]).sum())
 
 
 def mask(s: Setting, x: torch.Tensor) -> Any:
     y = s.model(x)
-    return s.train((y * (y > 0)).sum())
+    return s.train((y * (y > 0)).sum() + x[0].sum())
 
 
 def bincount(s: Setting, x: torch.Tensor) -> Any:
@@ -257,6 +302,20 @@ HINTS = {
     "a scheduler": Hint(
         schedule_inside, "Call it after the compiled step", plain,
         after=lambda s, _: s.scheduler.step(),
+    ),
+    "tensors of a dict": Hint(
+        lambda s, x: averaged(s, x, s.averages),
+        "Tensors of a dict or list may be in a torch.nn.ParameterDict or ParameterList",
+        lambda s, x: averaged(s, x, s.average),
+        models=("model", "average"),
+    ),
+    "a place": Hint(
+        read_place,
+        "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for",
+        keep_place,
+    ),
+    "a step that is skipped": Hint(
+        skips, "A check of tensors that raises (if not torch.isfinite(loss): raise ...)", raises
     ),
     "a selection": Hint(select, "multiply by the mask or use torch.where", mask),
     "bincount": Hint(bincount, "torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))", index_add),
@@ -423,3 +482,40 @@ def test_what_a_forward_hook_keeps_is_dropped_before_the_step_ends() -> None:
                 train(x)
         trained.append([(train if drops else step)(x) for _ in range(3)])
     torch.testing.assert_close(*trained)
+
+
+class Decayed(torch.optim.Optimizer):
+    """An average of gradients without the bias of its begin; it counts as it is told."""
+
+    def __init__(self, parameters: Any, count: Callable[[], Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.count = count
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["mean"] = self.count(), torch.zeros_like(p)
+                state["step"] += 1
+                state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(group["lr"] * state["mean"] / (1 - 0.9 ** state["step"]))
+
+
+def test_an_optimizer_that_counts_in_a_tensor_as_it_is_told() -> None:
+    losses = []
+    for count, compiles in ((lambda: 0, False), (lambda: torch.zeros(()), True)):
+        s = Setting()
+        s.optimizer = Decayed(s.model.parameters(), count)
+        train = jitted(s, lambda s, x: s.train(s.loss(x))) if compiles else None
+        losses.append([train(batch(k)) if train else s.train(s.loss(batch(k))) for k in range(4)])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    s = Setting()
+    s.optimizer = Decayed(s.model.parameters(), lambda: 0)
+    with pytest.raises(AmpIrError) as caught:
+        jitted(s, lambda s, x: s.train(s.loss(x)))(batch(0))
+    assert str(caught.value).endswith(
+        ": Decayed keeps 'step' as a Python value and changes it. Let the optimizer keep it as a "
+        "tensor and update it in place: state['step'] = torch.zeros(()), then state['step'] += 1"
+    )

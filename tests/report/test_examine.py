@@ -35,7 +35,7 @@ if __name__ == "__main__":
 """
 REFUSED = TRAINS.replace(
     "    loss.backward()",
-    "    chosen = y[y > 0] if float(loss.detach()) > 0 else y\n    loss.backward()",
+    "    chosen = y[y > 0].tolist() if float(loss.detach()) > 0 else y\n    loss.backward()",
 )
 
 

@@ -19,7 +19,7 @@ import amp_ir
 import dialect_cases
 import indexed_step
 from amp_ir.dialect import DECLARATIONS
-from amp_ir.errors import IndexOutOfRangeError
+from amp_ir.errors import IndexOutOfRangeError, SequenceLengthError
 from amp_ir.importer.converters.registry import CONVERTERS
 from amp_ir.ir.index_uses import INDEX_USES, NEVER_OUT_OF_RANGE
 from amp_ir.ir.interpreter import evaluate, interpret
@@ -378,10 +378,14 @@ def test_offsets_of_bags_and_what_a_mask_takes_are_bounded_as_in_pytorch() -> No
     run = amp_ir.compile(amp_ir.trace_model(model, (good, few))[0])
     for offsets in (good, torch.tensor([0, 4]), torch.tensor([0, 0])):
         torch.testing.assert_close(run(offsets, few), model(offsets, few))
-    for offsets, mask in ((torch.tensor([1, 2]), few), (torch.tensor([0, 5]), few), (good, many)):
+    for offsets, mask, error in (
+        (torch.tensor([1, 2]), few, SequenceLengthError),
+        (torch.tensor([0, 5]), few, SequenceLengthError),
+        (good, many, IndexOutOfRangeError),
+    ):
         with pytest.raises(RuntimeError):
             model(offsets, mask)
-        with pytest.raises(IndexOutOfRangeError):
+        with pytest.raises(error):
             run(offsets, mask)
     torch.testing.assert_close(run(good, few), model(good, few))
 

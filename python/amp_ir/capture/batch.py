@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from amp_ir.capture.call_arguments import NameKey, bound, signature_of
 from amp_ir.capture.containers import flatten, flatten_with_path
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.errors import ArgumentError, ShapeMismatchError
 from amp_ir.ir.held_tensors import TensorKinds
@@ -285,6 +286,8 @@ def structures_of(signature: Signature) -> tuple[Arguments, Results]:
 
 def unusable_result(leaf: Any) -> str | None:
     """Return why a compiled step cannot return a leaf of the results; None where it can."""
+    if isinstance(leaf, PackedPart):
+        return f"the step returns {leaf.part}, whose shape depends on the data"
     if isinstance(leaf, (torch.Tensor, LaterNumber, *PLAIN)):
         return None
     return f"the step returns an object of type {type(leaf).__name__}"

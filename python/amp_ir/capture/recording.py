@@ -38,6 +38,7 @@ from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
+from amp_ir.capture.refused_dtypes import refused_dtypes
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
@@ -56,8 +57,8 @@ _READ_ADVICE = (
     "gradients are not finite, use amp_ir.GradScaler"
 )
 _PLACE_ADVICE = (
-    "Where it is a place, index by a tensor: not queue[:, int(at) : int(at) + n] = rows, but "
-    "queue[:, (at + torch.arange(n)) % queue.shape[1]] = rows"
+    "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
+    "places from k on"
 )
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
@@ -277,7 +278,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: Location
     ) -> None:
         """Refuse what PyTorch's kernels do: here, or where it is a matter of values in the step."""
-        self._check_dtypes(func, args, location)
+        self._check_dtypes(func, args, kwargs, location)
         check_reduced(func, args, kwargs)
         if func in CHECKED_OPS:
             with self:
@@ -293,13 +294,22 @@ class Recorder(TorchDispatchMode):
         if _is_in_torchmetrics(location):
             return _READ_TEXT, location, _METRIC_ADVICE
         text = f"{_READ_TEXT}{self._locator.called_at()}"
-        advices = [_PACKED_ADVICE] if self._takes_packed else []
-        if tensor.dtype in (torch.int32, torch.int64):
-            advices.append(_PLACE_ADVICE)
-        return text, location, ". ".join([*advices, _READ_ADVICE])
+        is_place = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
+        parts = [
+            (_PACKED_ADVICE, self._takes_packed),
+            (_PLACE_ADVICE, is_place),
+            (_READ_ADVICE, True),
+        ]
+        return text, location, ". ".join(part for part, is_said in parts if is_said)
 
-    def _check_dtypes(self, func: Any, args: tuple[Any, ...], location: Location) -> None:
-        """Refuse tensors of several dtypes where PyTorch's kernels do, and its fakes do not."""
+    def _check_dtypes(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: Location
+    ) -> None:
+        """Refuse dtypes that PyTorch's kernels refuse, and its fakes do not."""
+        refused = refused_dtypes(func, args, kwargs)
+        if refused is not None:
+            self._diagnostics.add(refused[0], location, refused[1])
+            raise TracingStopped
         if func not in _OF_ONE_DTYPE:
             return
         dtypes = dict.fromkeys(one.dtype for one in args if isinstance(one, torch.Tensor))
@@ -321,7 +331,9 @@ class Recorder(TorchDispatchMode):
                 what = f"{func} writes to a tensor outside of the model and the optimizer"
                 advice = (
                     "Pass its module in model=[...], register it as a buffer of the model, pass "
-                    "its optimizer in optimizer=, or update it after the step"
+                    "its optimizer in optimizer=, or update it after the step. Tensors of a dict "
+                    "or list may be in a torch.nn.ParameterDict or ParameterList, averages of "
+                    "parameters in a torch.optim.swa_utils.AveragedModel, in model=[...]"
                 )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_ir.capture.chosen_rows import assigned
+from amp_ir.capture.chosen_rows import ChosenRow, assigned, call_with_rows, chosen
 from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.data_assignments import DataAssignments
 from amp_ir.capture.decompositions.cell_ops import cell_of
@@ -26,6 +26,7 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedC
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
+from amp_ir.capture.selected_rows import selected
 from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.capture.transaction import Transaction
@@ -35,6 +36,7 @@ from amp_ir.ir.location import Location
 _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
+_GET_ITEM = torch.Tensor.__getitem__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 # What print and f-strings call. With a specification it is the text of a number, else of a tensor.
@@ -117,10 +119,16 @@ class Substitution(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _TAKES_VALUES and not isinstance(args[0], FakeTensor):
+        if func in _TAKES_VALUES and not isinstance(args[0], (FakeTensor, PackedPart)):
             return self._values_of(func, args, kwargs)
         if not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args)):
+            if any(type(one) is ChosenRow for one in args):
+                return call_with_rows(func, args, kwargs, self._called)
             return PackedPart.__torch_function__(func, (), args, kwargs)
+        part = _part(args) if func is _GET_ITEM else None
+        return self._computed(func, args, kwargs) if part is None else part
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _COMPUTES_WITH_NUMBERS and holds_symbol((args, kwargs)):
             raise UnsupportedCall(
                 f"gives a hyper-parameter of an optimizer to {func.__name__}, which computes with "
@@ -187,6 +195,12 @@ class Substitution(TorchFunctionMode):
         return tensor.detach()
 
 
+def _part(args: tuple[Any, ...]) -> PackedPart | None:
+    """Return what stands for elements that the data choose; None where x[...] is a plain view."""
+    rows = selected(args)
+    return chosen(args) if rows is None else rows
+
+
 def _is_packed(value: object) -> bool:
     return isinstance(value, PackedPart)
 
@@ -204,4 +218,5 @@ def _dropout(
 
 
 def _are_tensors(target: torch.Tensor, value: object) -> bool:
-    return type(target) is FakeTensor and isinstance(value, torch.Tensor)
+    is_tensor = isinstance(value, torch.Tensor) and not _is_packed(value)
+    return type(target) is FakeTensor and is_tensor

@@ -14,9 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_ir.capture.argument_changes import WatchedArguments
 from amp_ir.capture.batch import Arguments, Results, unusable_result
 from amp_ir.capture.call_arguments import call
+from amp_ir.capture.chosen_rows import ChosenRow
 from amp_ir.capture.collectives import TracedRanks
 from amp_ir.capture.constant_values import noting_reads
 from amp_ir.capture.containers import flatten
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.failure_advice import advice_on
 from amp_ir.capture.functional import uncompiled_graphs
@@ -250,6 +252,7 @@ class StepTracer:
     def _outputs(self, value: Any) -> list[torch.Tensor]:
         """Return the flat outputs of the graph; `_left` records their roles."""
         leaves, spec = flatten(value)
+        leaves = [leaf.read() if isinstance(leaf, ChosenRow) else leaf for leaf in leaves]
         for reason in filter(None, map(unusable_result, leaves)):
             advice = "Return tensors and plain values in tuples, lists, dicts or dataclasses"
             self._refuse(reason, advice)
@@ -331,11 +334,14 @@ class StepTracer:
                 for key, value in optimizer.state.get(entry.fake, {}).items():
                     if isinstance(value, FakeTensor) and key not in known:
                         yield Created(index, entry.tensor, key, value)
-                    elif not isinstance(value, torch.Tensor) and before.get(key) != value:
+                    elif isinstance(value, PackedPart) or (
+                        not isinstance(value, torch.Tensor) and before.get(key) != value
+                    ):
                         self._refuse(
                             f"{type(optimizer).__name__} keeps {key!r} as a Python value and "
                             "changes it",
-                            "Let the optimizer keep it as a tensor and update it in place",
+                            "Let the optimizer keep it as a tensor and update it in place: "
+                            f"state[{key!r}] = torch.zeros(()), then state[{key!r}] += 1",
                         )
 
     def _put_scalers(self, transaction: Transaction) -> list[CapturedScaler]:

@@ -50,11 +50,19 @@ def checks_of(func: Any, args: tuple[Any, ...], location: Location) -> list[_Che
 
 def check_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Assert the values that a function requires which a capture composes of other ops."""
-    # What functorch wraps has no such op.
-    if func not in _OF_FUNCTIONS or torch._C._functorch.peek_interpreter_stack() is not None:
-        return
-    for is_wrong, text in _OF_FUNCTIONS[func](*args, **kwargs):
-        torch._assert_async(is_wrong.logical_not(), text)
+    if func in _OF_FUNCTIONS:
+        for is_wrong, text in _OF_FUNCTIONS[func](*args, **kwargs):
+            _require(is_wrong, text)
+
+
+def _require(is_wrong: torch.Tensor, text: str) -> None:
+    """Assert that nothing is wrong, in no row of a vmap."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(is_wrong):
+        is_wrong = functorch.get_unwrapped(is_wrong)
+    # The assertion has no rule for functorch's transforms.
+    with torch._C._DisableFuncTorch():
+        torch._assert_async(is_wrong.any().logical_not(), text)
 
 
 def _is_of(x: torch.Tensor, makers: frozenset[Any]) -> bool:

@@ -13,29 +13,14 @@ What PyTorch checks on the host is checked by the step: `amp_ir.checked_lengths`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amp_ir.capture.define_op import define_op
+from amp_ir.capture.decompositions.checked_lengths import require_lengths
 from amp_ir.capture.diagnostics import UnsupportedCall
-
-_SCHEMA = (
-    "checked_lengths(Tensor lengths, Tensor checked, int least, int extent, str message) -> Tensor"
-)
-
-
-def _checked(lengths: torch.Tensor, *_limits: Any) -> torch.Tensor:
-    return lengths.clone()
-
-
-def _checked_types(lengths: torch.Tensor, *_limits: Any) -> torch.Tensor:
-    return torch.empty_like(lengths)
-
-
-define_op(_SCHEMA, _checked, _checked_types)
 
 
 class _Reversed(torch.autograd.Function):
@@ -108,13 +93,17 @@ class PackedPart(torch.Tensor):
         """Return what `func(*args)` is; NotImplemented where that depends on the lengths."""
         return NotImplemented
 
+    def answer_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a call is, whose options no answer depends on."""
+        return self.answer(func, args)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Answer for PyTorch's own functions and refuse all others."""
         (part, *_) = (one for one in tree_leaves((args, kwargs)) if isinstance(one, PackedPart))
-        result = part.answer(func, args)
+        result = part.answer_call(func, args, kwargs or {})
         if result is NotImplemented:
             raise UnsupportedCall(
                 f"{getattr(func, '__name__', func)} reads {part.part} of a PackedSequence, whose "
@@ -237,12 +226,12 @@ class PackingFunctions:
                 f"'lengths' argument should be a 1D CPU int64 tensor with one number for each of "
                 f"{count} sequences, but got shape {tuple(lengths.shape)} on {lengths.device}"
             )
-        checked = _require(
+        checked = require_lengths(
             lengths, lengths, 1, steps,
             f"pack_padded_sequence takes lengths from 1 to {steps}, the steps of its input",
         )  # fmt: skip
         if lengths is not self._in_any_order and count > 1:
-            checked = _require(
+            checked = require_lengths(
                 checked, lengths[:-1] - lengths[1:], 0, steps,
                 "pack_padded_sequence takes lengths in decreasing order, or enforce_sorted=False: "
                 "a length less the next one must be 0 or more",
@@ -264,14 +253,14 @@ def pad(
     rows, lengths = data.rows, data.lengths
     steps = rows.shape[0]
     if isinstance(total_length, _LongestLength):
-        lengths = _require(
+        lengths = require_lengths(
             lengths, lengths.max(), steps, steps,
             "pad_packed_sequence makes as many steps as the longest sequence has, and a compiled "
             f"step has fixed shapes: pass total_length={steps}, or lengths of which the largest "
             f"is {steps}",
         )  # fmt: skip
     elif total_length < steps:
-        lengths = _require(
+        lengths = require_lengths(
             lengths, lengths, 1, total_length,
             f"pad_packed_sequence takes lengths up to its total_length, {total_length}",
         )  # fmt: skip
@@ -282,15 +271,6 @@ def pad(
         more = rows.new_full((total_length - steps, *rows.shape[1:]), padding_value)
         rows = torch.cat([rows, more])
     return rows.transpose(0, 1) if batch_first else rows, lengths
-
-
-def _require(
-    lengths: torch.Tensor, checked: torch.Tensor, least: int, most: int, message: str
-) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.amp_ir.checked_lengths(
-        lengths, checked, least, most + 1, message
-    )
-    return result
 
 
 class Forwarding:

@@ -21,6 +21,7 @@ from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.ctc import ctc_loss
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
 from amp_ir.capture.decompositions.matrix_exponential import matrix_exp
+from amp_ir.capture.decompositions.segments import embedding_bag, segment_reduce
 from amp_ir.capture.decompositions.tensor_of_tensors import tensor_of_tensors
 from amp_ir.ir.location import current_precision, precision_of_region
 
@@ -87,53 +88,6 @@ def _norm(rows: torch.Tensor, p: float) -> torch.Tensor:
     if p != 0:
         return norms
     return norms + rows.masked_fill(torch.ones_like(rows, dtype=torch.bool), 0.0).sum(-1)
-
-
-def _embedding_bag(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002 - torch's own signature
-    mode: str = "mean",
-    sparse: bool = False,  # noqa: FBT001, FBT002
-    per_sample_weights: torch.Tensor | None = None,
-    include_last_offset: bool = False,  # noqa: FBT001, FBT002
-    padding_idx: int | None = None,
-) -> torch.Tensor:
-    """Return sums or means of rows of the weight, one per bag.
-
-    The ids are int[bags, n], or int[n] with offsets.
-    """
-    is_plain = max_norm is None and not scale_grad_by_freq and not sparse
-    if not is_plain or mode not in ("sum", "mean") or (input.ndim == 1) == (offsets is None):
-        return F.embedding_bag(
-            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
-            per_sample_weights, include_last_offset, padding_idx,
-        )  # fmt: skip
-    rows = F.embedding(input, weight)
-    counted = torch.ones_like(input, dtype=rows.dtype)
-    if padding_idx is not None:
-        counted = (input != padding_idx % len(weight)).to(rows.dtype)
-    shares = counted if per_sample_weights is None else counted * per_sample_weights
-    rows = rows * shares.unsqueeze(-1)
-    if offsets is None:
-        sums, counts = rows.sum(1), counted.sum(1)
-    else:
-        count = len(offsets) - 1 if include_last_offset else len(offsets)
-        bag = _bags(offsets[:count], len(input))
-        sums = rows.new_zeros(count, weight.shape[1]).index_add(0, bag, rows)
-        counts = rows.new_zeros(count).index_add(0, bag, counted)
-    return sums if mode == "sum" else sums / counts.clamp(min=1).unsqueeze(-1)
-
-
-def _bags(offsets: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the bag of each of `count` ids, int64[count]; bad offsets are indices out of range."""
-    # Indexed by the first offset, so that an offset other than 0 is out of range.
-    zero = offsets.new_zeros(1).index_select(0, offsets[:1])
-    begins = offsets.new_zeros(count + 1).index_add(0, offsets[1:], torch.ones_like(offsets[1:]))
-    return begins.cumsum(0)[:count].long() + zero
 
 
 def _grid_sample(
@@ -273,7 +227,8 @@ def _fill_diagonal(input: torch.Tensor, fill_value: float, wrap: bool = False) -
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.cdist: _cdist,
     F.pdist: _pdist,
-    F.embedding_bag: _embedding_bag,
+    F.embedding_bag: embedding_bag,
+    torch.segment_reduce: segment_reduce,
     F.grid_sample: _grid_sample,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: ctc_loss,

@@ -18,6 +18,7 @@ import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.module_modes import ModuleModes
 from amp_ir.capture.guards.places import ABSENT, Contents, Place, is_plain, is_same
@@ -145,7 +146,7 @@ def is_of_user(value: Any, known: Container[int] = ()) -> bool:
         if isinstance(one, torch.nn.Module):
             tensors = (*one.parameters(), *one.buffers())
             return id(one) in known or not any(isinstance(each, FakeTensor) for each in tensors)
-        if isinstance(one, (FakeTensor, SymbolicFloat, LaterNumber)):
+        if isinstance(one, (FakeTensor, PackedPart, SymbolicFloat, LaterNumber)):
             return False
         return _is_end(one) or held_by(one) is not None
 
