@@ -37,6 +37,10 @@ BOOLEANS: dict[str, Call] = {
     "trace": lambda x: x.trace(),
     "dot": lambda x: x[0].dot(x[1]),
     "addcmul": lambda x: torch.addcmul(x, x, x),
+    "mm": lambda x: x @ x.T,
+    "bmm": lambda x: x[None] @ x.T[None],
+    "mv": lambda x: x @ x[0],
+    "searchsorted": lambda x: torch.searchsorted(x, x),
 }
 INTEGERS: dict[str, Call] = {
     "std": lambda x: x.std(),

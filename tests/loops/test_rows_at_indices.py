@@ -207,3 +207,15 @@ def test_a_negative_zero_that_is_added_to_zero_is_zero(name: str, height: int) -
     found, right = compared(step, torch.randn(height, 70), ids, rows)
     assert not torch.signbit(right).any()
     assert not torch.signbit(found).any()
+
+
+@pytest.mark.parametrize("width", [3, 16])
+@pytest.mark.parametrize(
+    "name", ["index_add", "scatter_add", "index_put", "assigned", "amax True", "prod True"]
+)
+def test_sums_of_booleans_are_true_where_a_term_is(name: str, width: int) -> None:
+    torch.manual_seed(7)
+    table, rows = torch.rand(30, width) < 0.3, torch.rand(len(IDS), width) < 0.5
+    found, right = compared((SUMS | WRITES)[name], table, IDS, rows)
+    assert found.dtype == torch.bool
+    assert torch.equal(found, right)

@@ -103,6 +103,7 @@ _RULES: Mapping[str, _Rule] = {
     for names, rule in (
         ("abs abs_ ceil ceil_ floor floor_ round round_ trunc trunc_", _no_booleans),
         ("argmax argmin dot kthvalue median topk trace vdot", _no_booleans),
+        ("addmm addmv baddbmm bmm mm mv searchsorted", _no_booleans),
         ("frac frac_ glu hardswish hardswish_ lerp lerp_ logaddexp", _no_integers),
         ("rand_like std uniform uniform_ var", _no_integers),
         ("add add_", _sums),

@@ -103,8 +103,8 @@ def index_put(
     whole = None if op.arithmetic_is_free else _rows_at(x, values, ids, tuple(axes))
     if whole is not None and accumulate and "float" in x.dtype:
         return _with_rows(op, x, whole)
+    combine = _combine("add" if accumulate else "update", x.dtype)
     if whole is not None:
-        combine = _COMBINE["add" if accumulate else "update"]
         return _written_rows(x, whole, combine, is_sum=accumulate)
     _, together, place = indexed_shape(x.shape, shapes, tuple(axes))
     kept_axes = [d for d in range(len(x.shape)) if d not in axes]
@@ -124,7 +124,7 @@ def index_put(
             to = flatten(tuple(by_axis[d] for d in range(len(x.shape))), x.shape)
             position = (*kept[:place], *at, *kept[place:])
             element = new.load(_broadcast_flat(position, values.shape))
-            return target.store(to, target.load(to) + element if accumulate else element)
+            return target.store(to, combine(target.load(to), element) if accumulate else element)
 
         return _written(
             source, outputs[0], _in_order(kept_shape, math.prod(together), write),
@@ -224,10 +224,17 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def _combine(reduction: str, dtype: str) -> Callable[[Any, Any], Any]:
+    """Return how an element is combined with a new one; a sum of booleans is true or false."""
+    if dtype != "bool" or reduction == "update":
+        return _COMBINE[reduction]
+    return tirx.any if reduction in ("add", "max") else tirx.all
+
+
 def _scattered(op: Lowering, x: Value, ids: Value, src: Value, axis: int, reduction: str) -> Value:
     axis %= len(x.shape)
     others = [n for d, n in enumerate(ids.shape) if d != axis]
-    combine = _COMBINE[reduction]
+    combine = _combine(reduction, x.dtype)
     rows = _row_ids(x, ids, src) if axis == 0 and not op.arithmetic_is_free else None
     whole = None if rows is None else _rows_at(x, src, [rows], (0,))
     if whole is not None and reduction == "add" and "float" in x.dtype:
