@@ -102,7 +102,9 @@ def test_machine_code_has_a_prefetch_for_each_tensor_that_is_read() -> None:
     compiled = tvm.compile(
         kernels_of(fuse_loops(mod)), cpu().tvm_target, tir_pipeline=KERNEL_PIPELINE
     )
-    assert compiled.mod.inspect_source("ll").count("call void @llvm.prefetch") == 2
+    count = compiled.mod.inspect_source("ll").count("call void @llvm.prefetch")
+    # LLVM repeats the body of the loop for some CPUs.
+    assert count in (2, 4, 8)
 
 
 def test_the_last_elements_of_a_tensor_are_computed() -> None:
