@@ -369,6 +369,18 @@ def test_every_compilation_is_logged_with_its_reason(caplog: pytest.LogCaptureFi
     assert {*ours.train.notes} <= {one.getMessage() for one in caplog.records}
 
 
+def warned(caplog: pytest.LogCaptureFixture, build: Any) -> tuple[str, str, str]:
+    """Return the one warning, the seconds in it, and the name of the lambda that `build` returns.
+
+    The lambda is in the third line of `build`.
+    """
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    seconds = warning.split("Compiling took ")[1].split(" s")[0]
+    line = build.__code__.co_firstlineno + 2
+    name = f"{build.__qualname__}.<lambda> (test_jit_variants.py:{line})".replace("<locals>.", "")
+    return warning, seconds, name
+
+
 def test_a_step_that_is_compiled_on_and_on_says_so_once(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -381,10 +393,7 @@ def test_a_step_that_is_compiled_on_and_on_says_so_once(
         arguments = (*batch(step, 9), 2 + step)
         torch.testing.assert_close(ours.train(*arguments), eager.train(*arguments), **CLOSE)
     assert_alike(ours, eager)
-    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    seconds = warning.split("Compiling took ")[1].split(" s")[0]
-    line = cuts.__code__.co_firstlineno + 2
-    name = f"{cuts.__qualname__}.<lambda> (test_jit_variants.py:{line})".replace("<locals>.", "")
+    warning, seconds, name = warned(caplog, cuts)
     assert warning == (
         f"a jitted step {name} was compiled 2 times more for arguments of the same shapes and "
         "dtypes, 2 times for one reason (the last time: argument 2 was 3 and is 4). Compiling took "
@@ -418,10 +427,7 @@ def test_text_that_differs_at_every_call_is_told_before_many_compiles(
         "'file32.png'; argument 0['name'][3] was 'file23.png' and is 'file33.png'; and 2 more"
     )
     assert ours.train.recompiles[2].reason == reason
-    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    seconds = warning.split("Compiling took ")[1].split(" s")[0]
-    line = named.__code__.co_firstlineno + 2
-    name = f"{named.__qualname__}.<lambda> (test_jit_variants.py:{line})".replace("<locals>.", "")
+    warning, seconds, name = warned(caplog, named)
     assert warning == (
         f"a jitted step {name} was compiled 3 times more for other text among its arguments (the "
         f"last time: {reason}). Compiling took {seconds} s so far and goes on with other text: "
