@@ -753,6 +753,10 @@ def reads_the_address_of_memory(_box: Box, value: torch.Tensor) -> torch.Tensor:
     return value if value.untyped_storage().data_ptr() else 2 * value
 
 
+def reads_the_address_of_typed_memory(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if value.storage().data_ptr() else 2 * value
+
+
 def compares_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
     return value if type(value) is torch.Tensor else 2 * value
 
@@ -795,12 +799,14 @@ REFUSED = [
     (looks_at_the_clock, 1, f"time.time() {CLOCK}"),
     (reads_an_address, 1, ADDRESS),
     (reads_the_address_of_memory, 1, ADDRESS),
+    (reads_the_address_of_typed_memory, 1, ADDRESS),
     (compares_a_type, 1, OF_TYPE),
     (looks_for_a_type, 1, OF_TYPE),
     (averages, 1, f"aten.lerp_.Scalar {WRITES}"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize(
     ("act", "line", "message"), REFUSED, ids=[one.__name__ for one, _, _ in REFUSED]
 )

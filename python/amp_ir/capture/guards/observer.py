@@ -273,11 +273,7 @@ class Observer:
                 if not contents.holds() or function.__name__ in _MUTATORS:
                     contents.line = frame.f_code.co_filename, frame.f_lineno
         elif isinstance(owner, _HAVE_ADDRESSES) and function.__name__ == "data_ptr":
-            self._diagnostics.add(
-                "data_ptr() reads an address, and no tensor has one while a step is captured",
-                self._locator.here(),
-                "To ask whether two parameters are one, write `a is b`",
-            )
+            self._diagnostics.add(*address(self._locator.here()))
         elif _is_clock(function, owner):
             what = f"{getattr(owner, '__name__', 'time')}.{function.__name__}()"
             self._diagnostics.add(
@@ -392,6 +388,15 @@ def draw(what: str, where: Any) -> tuple[str, Any, str]:
         "captured",
         where,
         "Draw it with torch (torch.rand), or outside of the step and pass it as an argument",
+    )
+
+
+def address(where: Any) -> tuple[str, Any, str]:
+    """Return the diagnostic for the address of a tensor's memory."""
+    return (
+        "data_ptr() reads an address, and no tensor has one while a step is captured",
+        where,
+        "To ask whether two parameters are one, write `a is b`",
     )
 
 

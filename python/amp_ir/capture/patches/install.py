@@ -37,6 +37,7 @@ from amp_ir.capture.decompositions.truncated_normal import truncated_normal
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.distribution import wrapper_error
 from amp_ir.capture.gradient_watch import GradientWatch
+from amp_ir.capture.guards.observer import address
 from amp_ir.capture.later_number import patch_item
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
@@ -98,6 +99,8 @@ def patched(
         (_adafactor, "_single_tensor_adafactor", single_tensor_adafactor),
         (swa_utils.AveragedModel, "update_parameters", update_parameters),
         (torch.nn.init, "_no_grad_trunc_normal_", truncated_normal),
+        # PyTorch's own code, in which the observer does not look, asks the memory below.
+        (torch.TypedStorage, "data_ptr", _refused_address(locator, diagnostics)),
         # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
         (torch.backends.mha, "get_fastpath_enabled", _caller_is_attention_in_training),
     )
@@ -177,6 +180,14 @@ def _located_step(
             return step(*map(of_step, args), **given)
 
     return located
+
+
+def _refused_address(locator: Locator, diagnostics: Diagnostics) -> Callable[[Any], int]:
+    def refuse(_storage: Any) -> int:
+        diagnostics.add(*address(locator.here()))
+        return 0
+
+    return refuse
 
 
 _fastpath_is_enabled = torch.backends.mha.get_fastpath_enabled
