@@ -34,6 +34,7 @@ from amp_ir.files.atomic_file import write_text
 from benchmarks.chosen_names import check_names
 from benchmarks.peak import MEBIBYTE, OURS, captured, measured_peak
 from benchmarks.record import RESULTS, describe_machine
+from benchmarks.workloads.further import ALL
 
 NAMES = ("bert1", "mlp", "gpt2", "resnet50", "ssd", "lstm")
 # These are run within a budget; a GPT-2 of many layers is compiled only.
@@ -74,14 +75,15 @@ class Budget:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurements on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("workloads", nargs="*", default=[], help=", ".join(NAMES))
+    parser.add_argument("workloads", nargs="*", default=[], help=f"default {', '.join(NAMES)}")
+    parser.add_argument("--all", action="store_true", help="the peaks of all workloads")
     parser.add_argument("--small", action="store_true", help="shapes of a test")
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.6], metavar="SHARE")
     parser.add_argument("--only", choices=("peaks", "budgets"), help="one of the two tables")
     parser.add_argument("--layers", type=int, default=12, help="of the GPT-2 that is compiled only")
     chosen = parser.parse_args(arguments)
-    check_names(parser, chosen.workloads, NAMES, "workload")
-    names = chosen.workloads or list(NAMES)
+    check_names(parser, chosen.workloads, ALL, "workload")
+    names = chosen.workloads or list(ALL if chosen.all else NAMES)
     if chosen.only != "budgets":
         peaks: list[Peak] = []
         for name in names:
@@ -103,7 +105,7 @@ def measure_peak(name: str, dtype: str, *, small: bool) -> Peak:
     Raises:
         PeakError: as `measured_peak`.
     """
-    plan = lower(captured(WORKLOADS[name].make(small=small), dtype)).plan
+    plan = lower(captured(ALL[name].make(small=small), dtype)).plan
     measured = {who: measured_peak(name, dtype, who, small=small) for who in (OURS, "eager")}
     bound = plan.peak_bytes - plan.arena_bytes + plan.lower_bound_bytes
     tell(f"{name} {dtype}: peaks measured")

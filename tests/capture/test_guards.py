@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import pathlib
 import random
 import time
 from collections.abc import Callable
@@ -660,6 +661,14 @@ ADDRESS = (
     "data_ptr() reads an address, and no tensor has one while a step is captured. To ask whether "
     "two parameters are one, write `a is b`"
 )
+FILES = (
+    "looks at files, which a compiled step would do only when it is captured. Do it outside of the "
+    "step, and pass what it gives as an argument"
+)
+VERSION = (
+    "_version counts the writes to a tensor, and those of a compiled step do not. Count updates in "
+    "a buffer of the model, or compare the numbers themselves"
+)
 OF_TYPE = (
     "type(...) is compared with a type of tensors, and while a step is captured tensors are of "
     "another one. Write isinstance(x, torch.Tensor), or isinstance(x, torch.nn.Parameter)"
@@ -740,6 +749,23 @@ def looks_at_the_clock(box: Box, value: Any) -> Any:
     return value * (time.time() > 0)
 
 
+def asks_for_a_file(_box: Box, value: Any) -> Any:
+    return value * (2.0 if os.path.exists("stop") else 1.0)
+
+
+def asks_for_a_path(_box: Box, value: Any) -> Any:
+    return value * (2.0 if pathlib.Path("stop").is_file() else 1.0)
+
+
+def reads_a_file(_box: Box, value: Any) -> Any:
+    with open(__file__, encoding="utf-8") as source:
+        return value * (2.0 if source.readline() else 1.0)
+
+
+def lists_a_folder(_box: Box, value: Any) -> Any:
+    return value * (2.0 if os.listdir(".") else 1.0)
+
+
 def averages(box: Box, value: Any) -> Any:
     box.mean.lerp_(value.detach(), 0.1)
     return value
@@ -757,12 +783,24 @@ def reads_the_address_of_typed_memory(_box: Box, value: torch.Tensor) -> torch.T
     return value if value.storage().data_ptr() else 2 * value
 
 
+def reads_a_version(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if value._version else 2 * value
+
+
 def compares_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
     return value if type(value) is torch.Tensor else 2 * value
 
 
 def looks_for_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
     return value if type(value) in (torch.Tensor, nn.Parameter) else 2 * value
+
+
+def compares_the_name_of_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if type(value).__name__ == "Tensor" else 2 * value
+
+
+def looks_into_the_name_of_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
+    return value if "Parameter" in repr(type(value)) else 2 * value
 
 
 OF_BOX = "of closure variable 'box' of {f}"
@@ -796,12 +834,19 @@ REFUSED = [
     (draws_arrays, 1, f"numpy.random {DRAW}"),
     (draws_from, 0, f"moves attribute 'draws' {OF_BOX} on, a random generator, {PASS}"),
     (advances, 0, f"moves attribute 'items' {OF_BOX} on, an iterator, {PASS}"),
+    (asks_for_a_file, 1, f"exists() {FILES}"),
+    (asks_for_a_path, 1, f"is_file() {FILES}"),
+    (reads_a_file, 1, f"open() {FILES}"),
+    (lists_a_folder, 1, f"listdir() {FILES}"),
     (looks_at_the_clock, 1, f"time.time() {CLOCK}"),
     (reads_an_address, 1, ADDRESS),
     (reads_the_address_of_memory, 1, ADDRESS),
     (reads_the_address_of_typed_memory, 1, ADDRESS),
     (compares_a_type, 1, OF_TYPE),
     (looks_for_a_type, 1, OF_TYPE),
+    (compares_the_name_of_a_type, 1, OF_TYPE),
+    (looks_into_the_name_of_a_type, 1, OF_TYPE),
+    (reads_a_version, 1, VERSION),
     (averages, 1, f"aten.lerp_.Scalar {WRITES}"),
 ]
 

@@ -15,7 +15,7 @@ import attrs
 
 from amp_ir.capture.call_arguments import NamedArguments
 from amp_ir.capture.containers import record_of
-from amp_ir.capture.guards.places import ABSENT
+from amp_ir.capture.guards.places import ABSENT, in_words
 
 _MOST_DEEP = 32
 Path = tuple[Any, ...]
@@ -65,7 +65,7 @@ class WatchedArguments:
                     kind = type(one.value).__name__
                     at = "".join(f"[{step!r}]" for step in one.path[1:])
                     where = f"argument {one.path[0]}{at}" if one.path else "its arguments"
-                    refused.append(f"changes {where} (a {kind}, at {key!r})")
+                    refused.append(f"changes {where} (a {kind}, at {in_words(key)})")
         return ArgumentChanges(tuple(removed), tuple(dict.fromkeys(refused)))
 
 

@@ -380,40 +380,11 @@ def _put_flat_weights(module: torch.nn.RNNBase, fakes: Mapping[int, torch.Tensor
             refs[k] = weakref.ref(fake)
 
 
-class _StateOfFakes(collections.defaultdict[Any, Any]):
-    """An optimizer's state by fakes, and by the user's own parameters, hidden where it is listed.
-
-    A step that sums over all of it would else count each tensor twice.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(dict)
-        self.hidden: set[int] = set()
-
-    def __iter__(self) -> Iterator[Any]:
-        return (key for key in super().__iter__() if id(key) not in self.hidden)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def keys(self) -> Any:
-        """Return the keys but those hidden."""
-        return list(self)
-
-    def values(self) -> Any:
-        """Return the values by the keys that are listed."""
-        return [self[key] for key in self]
-
-    def items(self) -> Any:
-        """Return the pairs of the keys that are listed."""
-        return [(key, self[key]) for key in self]
-
-
 def _put_optimizer_fakes(
     state: State, index: int, optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]
 ) -> None:
-    """Store the state under the fake parameter and under the user's own."""
-    replaced = _StateOfFakes()
+    """Store the state under the fakes of the parameters."""
+    replaced: collections.defaultdict[Any, Any] = collections.defaultdict(dict)
     for key, values in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             replaced[key] = values
@@ -423,6 +394,5 @@ def _put_optimizer_fakes(
             by_key = state.optimizer_state.get((index, id(parameter)), {})
             values.update({key: entry.fake for key, entry in by_key.items()})
             if values:
-                replaced[fakes[id(parameter)]] = replaced[parameter] = values
-                replaced.hidden.add(id(parameter))
+                replaced[fakes[id(parameter)]] = values
     optimizer.state = replaced

@@ -7,6 +7,7 @@ replaced by its fake there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +25,9 @@ from amp_ir.capture.decompositions.recurrent_layers import layers_of
 from amp_ir.capture.decompositions.torch_functions import decompose
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
 from amp_ir.capture.gradient_watch import GradientWatch
+from amp_ir.capture.guards.identities import Identities
 from amp_ir.capture.guards.left_values import holds_symbol
-from amp_ir.capture.locations import Locator
+from amp_ir.capture.locations import Locator, is_users_file
 from amp_ir.capture.selected_rows import selected
 from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
@@ -37,6 +39,9 @@ _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
 _GET_ITEM = torch.Tensor.__getitem__
+_EQUALS = torch.Tensor.__eq__
+_VERSION: Any = torch.Tensor._version
+_GET_VERSION = _VERSION.__get__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 # What print and f-strings call. With a specification it is the text of a number, else of a tensor.
@@ -72,6 +77,7 @@ class Substitution(TorchFunctionMode):
         locator: Locator,
         diagnostics: Diagnostics,
         note_read: Callable[[torch.Tensor], None],
+        identities: Identities,
     ) -> None:
         super().__init__()
         self._fakes = fakes
@@ -79,6 +85,7 @@ class Substitution(TorchFunctionMode):
         self._locator = locator
         self._diagnostics = diagnostics
         self._note_read = note_read
+        self._identities = identities
         self.data = DataAssignments(fakes.values(), transaction, diagnostics, locator)
         self.shown_at: dict[Location, None] = {}
 
@@ -86,6 +93,18 @@ class Substitution(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Make one call of the torch API."""
+        caller = sys._getframe(1)
+        if func is _EQUALS and self._identities.is_looked_up(caller, *args):
+            return True
+        if func == _GET_VERSION and is_users_file(caller.f_code.co_filename):
+            self._diagnostics.add(
+                "_version counts the writes to a tensor, and those of a compiled step do not",
+                self._locator.here(),
+                "Count updates in a buffer of the model, or compare the numbers themselves",
+            )
+        return self._make(func, args, kwargs)
+
+    def _make(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         # Seldom anything else; the observer's hook is called for each call made here.
         if not _AS_THEY_ARE.issuperset(map(type, args)):
             args = self._replace(args)

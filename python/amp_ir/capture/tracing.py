@@ -26,6 +26,7 @@ from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.followed_hypers import OtherHypers
 from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.gradient_flags import GradientFlags
+from amp_ir.capture.guards.identities import Identities
 from amp_ir.capture.guards.left_values import StoredValue
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import is_same
@@ -83,8 +84,11 @@ class StepTracer:
         values = values if other_hypers is None else list(other_hypers.values)
         self.tape = FloatTape(values, self._refuse_float)
         self.numbers = Numbers(numbers, self.tape if symbolic else None, others=others)
+        self._identities = Identities()
         opaque = [*state.optimizers, *(scaler_state.scaler for scaler_state in state.scalers)]
-        self.observer = Observer(self._locator, self._diagnostics, opaque, self.numbers.replace)
+        self.observer = Observer(
+            self._locator, self._diagnostics, opaque, self.numbers.replace, self._identities
+        )
         self.effects = SideEffects(self.observer, self.numbers.put)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
@@ -103,7 +107,11 @@ class StepTracer:
         batch = [fake_of(tensor, self.mode) for tensor in self._arguments.tensors]
         inputs = [*(entry.fake for entry in self._state.tensors), *batch]
         self._modules = ModuleMethods.current()
-        with self.mode, kept(self._state), uncompiled_graphs(), self._effects_undone():
+        pairs = [(entry.tensor, entry.fake) for entry in self._state.tensors]
+        with (
+            self.mode, self._identities.taken_over(pairs), kept(self._state), uncompiled_graphs(),
+            self._effects_undone(),
+        ):  # fmt: skip
             graph = make_fx(
                 lambda *_flat: self._run(batch),
                 tracing_mode="real",
@@ -160,7 +168,7 @@ class StepTracer:
                 )
                 calls = Substitution(
                     fakes, watch, transaction, self._locator, self._diagnostics,
-                    self.observer.note_read,
+                    self.observer.note_read, self._identities,
                 )  # fmt: skip
                 stack.enter_context(calls)
                 self.observer.add_models(state.models)

@@ -106,7 +106,7 @@ def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[st
         _add_one(found, name, argument, line)
         # Of one operand and the other: neither a comparison nor an `and` is between them.
         known = names.setdefault(line, set())
-        if name in _NAMED:
+        if name in _NAMED or (isinstance(argument, str) and "CONST" in name):
             known.add(argument)
         elif name in _COMPARISONS and known & _TYPES_OF and known & _TENSOR_TYPES:
             found.type_lines.append(line)

@@ -129,7 +129,7 @@ class GuardedObjects:
     @staticmethod
     def _item(contents: Contents, key: int, before: Any) -> Place:
         def name() -> str:
-            return f"item {key!r} of {contents.name()}"
+            return f"item {in_words(key)} of {contents.name()}"
 
         return Place(contents.target, "entry", key, name, before)
 
@@ -143,7 +143,8 @@ class GuardedObjects:
             for key, now, before in values:
                 at = (id(target), key)
                 if at not in self._ignored and not is_same(now, before):
-                    yield f"entry {key!r} of {contents.name()} {change_in_words(before, now)}"
+                    entry = f"entry {in_words(key)} of {contents.name()}"
+                    yield f"{entry} {change_in_words(before, now)}"
         elif len(target) != len(contents.before):
             now_count, count = len(target), len(contents.before)
             yield f"{contents.name()} had {count} items and has {now_count}"

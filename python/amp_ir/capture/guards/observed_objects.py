@@ -25,6 +25,7 @@ from amp_ir.capture.guards.places import (
     cell_value,
     describe_function,
     flat,
+    in_words,
     is_number,
 )
 from amp_ir.capture.guards.unnamed_attributes import UnnamedAttributes
@@ -60,10 +61,16 @@ class ObservedObjects:
     `places`, `contents` and `modules` are all that was seen; `tensors` are names of the user's
     tensors, and `caches` the functions with `functools.cache` that ran. `known` has the names of
     objects, `functions` those of each code, and `looked` the code that was matched with an object.
-    `replaced(place)` returns what replaces a number while the step runs.
+    `replaced(place)` returns what replaces a number while the step runs, and `stand_in(value)` the
+    fake of a tensor.
     """
 
-    def __init__(self, opaque: Iterable[object], replaced: Callable[[Place], Any]) -> None:
+    def __init__(
+        self,
+        opaque: Iterable[object],
+        replaced: Callable[[Place], Any],
+        stand_in: Callable[[Any], Any],
+    ) -> None:
         self.places: dict[tuple[int, str, Any], Place] = {}
         self.contents: dict[int, Contents] = {}
         self.modules: dict[int, tuple[torch.nn.Module, Name]] = {}
@@ -78,6 +85,7 @@ class ObservedObjects:
         self.looked: set[tuple[int, int]] = set()
         self._opaque = {id(one): one for one in opaque}
         self._replaced = replaced
+        self._stand_in = stand_in
 
     def reach(
         self,
@@ -192,8 +200,9 @@ class ObservedObjects:
         for key, item in pairs:
             word = "entry" if isinstance(value, dict) else "item"
             part = part_name(word, key, name)
-            if is_number(item) and isinstance(value, (list, collections.deque, dict)):
-                self.place(value, "entry", key, part, is_loaded=True)
+            if isinstance(value, (list, collections.deque, dict)):
+                if is_number(item) or self._stand_in(item) is not item:
+                    item = self.place(value, "entry", key, part, is_loaded=True)
             yield item, part
 
     def _submodules(
@@ -310,10 +319,10 @@ class ObservedObjects:
             if isinstance(value, FakeTensor):
                 return value
             self.places[at] = place
-            if is_number(value):
-                other = self._replaced(place)
-                if other is not value:
-                    place.put(other)
+            place.stand_in = self._stand_in(value)
+            other = self._replaced(place) if is_number(value) else place.stand_in
+            if other is not value:
+                place.put(other)
         value = place.now()
         if line[1] and not place.line[1]:
             place.line = line
@@ -326,7 +335,7 @@ def part_name(word: str, key: Any, name: Name) -> Name:
     """Return the name of a part of an object, as "entry 'lr' of global 'options' (train.py)"."""
     if key is None:
         return lambda: f"{word} of {name()}"
-    return lambda: f"{word} {key!r} of {name()}"
+    return lambda: f"{word} {in_words(key)} of {name()}"
 
 
 def _class_name(owner: type) -> str:

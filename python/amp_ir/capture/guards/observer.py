@@ -10,16 +10,14 @@ code names; `getattr` with a computed name and C code that calls back are not se
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import gc
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import numpy
@@ -27,7 +25,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_ir.capture.diagnostics import Diagnostics
+from amp_ir.capture.guards import outside_calls
 from amp_ir.capture.guards.code_reads import CodeReads, line_of_entry, reads_of
+from amp_ir.capture.guards.identities import Identities
 from amp_ir.capture.guards.observed_objects import INTERNAL, Name, ObservedObjects, part_name
 from amp_ir.capture.guards.places import (
     ABSENT,
@@ -43,18 +43,9 @@ from amp_ir.ir.location import Location
 
 _MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
-_LIBRARY, _INSTALLED, _USERS, _RANDOM = range(4)
-_RANDOM_FILES = frozenset(
-    str(Path(random.__file__).with_name(name)) for name in ("random.py", "secrets.py", "uuid.py")
-)
-_CLOCKS = frozenset(
-    getattr(time, name)
-    for name in dir(time)
-    if isinstance(getattr(time, name), BuiltinFunctionType) and not name.endswith("sleep")
-)
+_LIBRARY, _INSTALLED, _USERS, _RANDOM, _FILES = range(5)
 _HAVE_ADDRESSES = (torch.Tensor, torch.UntypedStorage)
 _NOTHING = CodeReads()
-_NOW = ("now", "utcnow", "today")
 # Beyond this, changing the hook costs more than the calls that it avoids.
 _PAUSES = sys.version_info < (3, 12)
 
@@ -72,8 +63,10 @@ class Observer:
         diagnostics: Diagnostics,
         opaque: Iterable[object],
         replaced: Callable[[Place], Any],
+        identities: Identities,
     ) -> None:
-        self.objects = ObservedObjects(opaque, replaced)
+        self.objects = ObservedObjects(opaque, replaced, identities.stand_in)
+        self._give_id, self._id_of = identities.give_id, identities.id_of
         self.read_values: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = {}
         self.numpy_line: tuple[str, int] = ("", 0)
         self.has_drawn = False
@@ -178,8 +171,8 @@ class Observer:
             return
         if gc.callbacks and _is_of_collector(frame):
             return
-        if kind == _RANDOM:
-            self._on_random_code(frame, event)
+        if kind in (_RANDOM, _FILES):
+            self._on_outside_code(frame, event, kind)
         elif event == "call":
             self._on_call(frame, is_users=kind == _USERS)
         elif event == "return":
@@ -188,8 +181,10 @@ class Observer:
             self._on_builtin(frame, argument)
 
     def _kind_of(self, frame: FrameType, file: str) -> int:
-        if file in _RANDOM_FILES:
+        if file in outside_calls.RANDOM_FILES:
             kind = _RANDOM
+        elif outside_calls.is_of_files(file):
+            kind = _FILES
         elif file in ("<stdin>", "<string>") or file.startswith("<ipython"):
             # Typed in or generated: the function's module tells whose it is.
             root = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -236,6 +231,8 @@ class Observer:
         cached = frame.f_globals.get(code.co_name)
         if isinstance(cached, functools._lru_cache_wrapper):
             self.objects.caches[id(cached)] = cached, -1
+        if "id" in reads.global_names:
+            self._give_id(frame.f_globals)
         if "random" in reads.attributes and not self.numpy_line[0]:
             if any(one is numpy for one in map(frame.f_globals.get, reads.global_names)):
                 self.numpy_line = code.co_filename, reads.lines["random"]
@@ -257,7 +254,7 @@ class Observer:
         caller = frame.f_back
         known = self.objects.known.get(id(value))
         if caller is not None and known is not None:
-            kind = self._kinds.get(caller.f_code.co_filename, _LIBRARY)
+            kind = self._kind_at(caller)
             if kind in (_USERS, _INSTALLED):
                 self.objects.reach(
                     reads_of(caller.f_code), [known], is_users=kind == _USERS, code=caller.f_code
@@ -273,26 +270,28 @@ class Observer:
                 if not contents.holds() or function.__name__ in _MUTATORS:
                     contents.line = frame.f_code.co_filename, frame.f_lineno
         elif isinstance(owner, _HAVE_ADDRESSES) and function.__name__ == "data_ptr":
-            self._diagnostics.add(*address(self._locator.here()))
-        elif _is_clock(function, owner):
-            what = f"{getattr(owner, '__name__', 'time')}.{function.__name__}()"
-            self._diagnostics.add(
-                f"{what} reads the clock, which a compiled step would do only when it is captured"
-                f"{self._locator.called_at()}",
-                self._locator.here(),
-                "Read it outside of the step",
-            )
+            self._diagnostics.add(*outside_calls.address(self._locator.here()))
+        elif outside_calls.is_clock(function, owner):
+            at, here = self._locator.called_at(), self._locator.here()
+            self._diagnostics.add(*outside_calls.clock(function, owner, at, here))
+        elif outside_calls.opens_files(function) and self._kind_at(frame) == _USERS:
+            self._diagnostics.add(*outside_calls.file(function.__name__, self._locator.here()))
 
-    def _on_random_code(self, frame: FrameType, event: str) -> None:
-        caller = frame.f_back
-        if event == "call" and caller is not None:
-            if self._kinds.get(caller.f_code.co_filename) in (_USERS, _INSTALLED):
-                module = Path(frame.f_code.co_filename).stem
-                self._refuse_draw(f"{module}.{frame.f_code.co_name}()")
+    def _kind_at(self, frame: FrameType | None) -> int:
+        return _LIBRARY if frame is None else self._kinds.get(frame.f_code.co_filename, _LIBRARY)
+
+    def _on_outside_code(self, frame: FrameType, event: str, kind: int) -> None:
+        caller, code = self._kind_at(frame.f_back), frame.f_code
+        if event != "call":
+            return
+        if kind == _RANDOM and caller in (_USERS, _INSTALLED):
+            self._refuse_draw(f"{Path(code.co_filename).stem}.{code.co_name}()")
+        elif kind == _FILES and caller == _USERS and outside_calls.looks_at_files(code):
+            self._diagnostics.add(*outside_calls.file(code.co_name, self._locator.here()))
 
     def _refuse_draw(self, what: str) -> None:
         self.has_drawn = True
-        self._diagnostics.add(*draw(what, self._locator.here()))
+        self._diagnostics.add(*outside_calls.draw(what, self._locator.here()))
 
     def _refuse_types(self, code: CodeType, reads: CodeReads) -> None:
         for line in reads.type_lines:
@@ -330,8 +329,9 @@ class Observer:
         file = Path(frame.f_code.co_filename).name
         names = reads.global_names | reads.global_stores.keys()
         for key in names:
-            if key not in owner and key not in reads.global_stores:
-                continue  # a builtin
+            is_builtin = key not in owner or owner[key] is self._id_of
+            if is_builtin and key not in reads.global_stores:
+                continue
 
             name = functools.partial(_global_name, key, file)
             if not is_library(owner.get(key)):
@@ -381,34 +381,9 @@ _MUTATORS = frozenset(
 )  # fmt: skip
 
 
-def draw(what: str, where: Any) -> tuple[str, Any, str]:
-    """Return the diagnostic for a random number of Python's or NumPy's generators."""
-    return (
-        f"{what} draws a random number in Python, which a compiled step would do only when it is "
-        "captured",
-        where,
-        "Draw it with torch (torch.rand), or outside of the step and pass it as an argument",
-    )
-
-
-def address(where: Any) -> tuple[str, Any, str]:
-    """Return the diagnostic for the address of a tensor's memory."""
-    return (
-        "data_ptr() reads an address, and no tensor has one while a step is captured",
-        where,
-        "To ask whether two parameters are one, write `a is b`",
-    )
-
-
 def _is_of_collector(frame: FrameType) -> bool:
     """Return whether Python's garbage collection called a function, which the step did not."""
     return any(getattr(one, "__code__", None) is frame.f_code for one in gc.callbacks)
-
-
-def _is_clock(function: Any, owner: Any) -> bool:
-    if isinstance(owner, type) and issubclass(owner, datetime.date):
-        return function.__name__ in _NOW
-    return isinstance(function, BuiltinFunctionType) and function in _CLOCKS
 
 
 def _global_name(key: str, file: str) -> str:

@@ -41,7 +41,8 @@ class Place:
 
     `holder` is the dictionary, object or cell; `kind` is "entry", "attribute", "cell" or, for an
     attribute of a class itself, without those of its bases, "own".
-    `before` is the value when the step first reached the place. `is_loaded` says that the step may
+    `before` is the value when the step first reached the place, and `stand_in` what the
+    capture put there for it: a fake, or a tuple with fakes. `is_loaded` says that the step may
     have read it before it wrote it, and `line` is (file, line) of a store, if any.
     """
 
@@ -52,6 +53,7 @@ class Place:
     before: Any
     is_loaded: bool = False
     line: tuple[str, int] = ("", 0)
+    stand_in: Any = ABSENT
 
     def now(self) -> Any:
         """Return the current value; ABSENT for none, and of a registered function the user's."""

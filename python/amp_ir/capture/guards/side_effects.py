@@ -35,8 +35,9 @@ from amp_ir.capture.guards.left_values import (
     renewed,
 )
 from amp_ir.capture.guards.module_modes import ModuleModes
-from amp_ir.capture.guards.observer import Observer, draw
+from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
+from amp_ir.capture.guards.outside_calls import draw
 from amp_ir.capture.guards.places import (
     ABSENT,
     Contents,
@@ -113,16 +114,26 @@ class SideEffects:
 
     def report(self, diagnostics: Diagnostics) -> None:
         """Record everything that a compiled step would not do again; call it inside the trace."""
-        reported: set[tuple[int, Any]] = set()
         self._report_modules(diagnostics)
         self._report_tensors(diagnostics)
         self._report_modes()
         self.observer.objects.unnamed.add_changed(self.observer.objects.places)
+        reported = self._report_places(diagnostics)
+        for contents in self.observer.objects.contents.values():
+            self._report_contents(contents, reported, diagnostics)
+        self._report_optimizers(diagnostics)
+        self._report_draws(diagnostics)
+
+    def _report_places(self, diagnostics: Diagnostics) -> set[tuple[int, Any]]:
+        """Report changes of places; return the holder's id and the key of each that differs."""
+        reported: set[tuple[int, Any]] = set()
         shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
             now = place.now()
             self.leaves_followed |= self._is_followed_elsewhere(place, now)
-            if now is place.before or id(now) in self.put or is_same(now, place.before):
+            if self._is_as_before(place, now):
+                if now is place.stand_in is not place.before:
+                    reported.add((id(place.holder), place.key))
                 # The step stores what was there already, or stores in another branch: the graph
                 # is valid for this value only.
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
@@ -142,10 +153,7 @@ class SideEffects:
                 diagnostics.add(*_kept_number(place.name(), self._line(place)))
             elif isinstance(now, Iterator) and held_by(now) is None:
                 diagnostics.add(*_kept_iterator(place.name(), now, self._line(place)))
-        for contents in self.observer.objects.contents.values():
-            self._report_contents(contents, reported, diagnostics)
-        self._report_optimizers(diagnostics)
-        self._report_draws(diagnostics)
+        return reported
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
@@ -179,6 +187,10 @@ class SideEffects:
             yield
         finally:
             self.restore()
+
+    def _is_as_before(self, place: Place, now: Any) -> bool:
+        is_one = now is place.before or now is place.stand_in
+        return is_one or id(now) in self.put or is_same(now, place.before)
 
     def _is_followed_elsewhere(self, place: Place, now: Any) -> bool:
         """Return whether the step left a number that is an input in another place than its own."""
@@ -276,7 +288,7 @@ class SideEffects:
         if kept:
             diagnostics.add(*_kept(f"{contents.name()} (a {kind})", kept[0], contents.line))
             return
-        keys = ", ".join(repr(key) for key, _ in changed[:3])
+        keys = ", ".join(in_words(key) for key, _ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
         said = what, _at(contents.line), _MOVE
         now = as_now(contents.now(), self.observer.objects.contents)

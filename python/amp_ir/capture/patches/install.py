@@ -37,7 +37,7 @@ from amp_ir.capture.decompositions.truncated_normal import truncated_normal
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.distribution import wrapper_error
 from amp_ir.capture.gradient_watch import GradientWatch
-from amp_ir.capture.guards.observer import address
+from amp_ir.capture.guards.outside_calls import address
 from amp_ir.capture.later_number import patch_item
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions

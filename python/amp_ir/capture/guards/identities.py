@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of the user's tensors, which their fakes take over while a step is captured.
+
+Modules and optimizers hold fakes then, and the user's own lists, sets and dictionaries the tensors
+that these stand for. `p in decayed`, `masks[p]`, `id(p) in ids` and `p is q` have to be what they
+are in PyTorch: hash and `id` of a fake are those of its tensor, the two are equal in a look-up, and
+lists, attributes and closures hold the fake while the step runs. A fake is an instance of the
+user's subclass of Parameter that its tensor is of, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import opcode
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_OF_PARAMETERS: Any = type(torch.nn.Parameter)
+_ABSENT = object()
+
+
+class Identities:
+    """What tells tensors apart in Python, in one trace.
+
+    `id_of` is a function as `id`: of a fake it returns the id of its tensor.
+    """
+
+    def __init__(self) -> None:
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._ids: dict[int, int] = {}
+        self._kinds: dict[int, type] = {}
+        self._modules: list[dict[str, Any]] = []
+        ids = self._ids
+
+        def id_of(value: object) -> int:
+            own = id(value)
+            return ids.get(own, own)
+
+        self.id_of = id_of
+
+    @contextlib.contextmanager
+    def taken_over(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """Give fakes the hash and the kind of their tensors; the pairs are (tensor, fake)."""
+        for tensor, fake in pairs:
+            self._fakes[id(tensor)] = fake
+            self._ids[id(fake)] = id(tensor)
+            self._kinds[id(fake)] = type(tensor)
+        try:
+            with (
+                _replaced(FakeTensor, "__hash__", self.id_of),
+                _replaced(_OF_PARAMETERS, "__instancecheck__", self._instance_check()),
+            ):
+                yield
+        finally:
+            for module in self._modules:
+                del module["id"]
+
+    def _instance_check(self) -> Callable[[type, object], bool]:
+        before, kinds = _OF_PARAMETERS.__instancecheck__, self._kinds
+
+        def check(kind: type, instance: object) -> bool:
+            return before(kind, instance) or issubclass(kinds.get(id(instance), object), kind)
+
+        return check
+
+    def give_id(self, module: dict[str, Any]) -> None:
+        """Let the functions of a module, which name `id` and mean Python's, call `id_of`."""
+        if "id" not in module:
+            module["id"] = self.id_of
+            self._modules.append(module)
+
+    def stand_in(self, value: Any) -> Any:
+        """Return the fake of a tensor, and a tuple with the fakes of its tensors; else `value`."""
+        if isinstance(value, torch.Tensor):
+            return self._fakes.get(id(value), value)
+        if type(value) is tuple and any(id(one) in self._fakes for one in value):
+            return tuple(self._fakes.get(id(one), one) for one in value)
+        return value
+
+    def is_looked_up(self, frame: FrameType, one: object, other: object) -> bool:
+        """Return whether `frame` compares a tensor and its fake in a look-up, not with `==`."""
+        is_pair = self._fakes.get(id(one)) is other or self._fakes.get(id(other)) is one
+        return is_pair and opcode.opname[frame.f_code.co_code[frame.f_lasti]] != "COMPARE_OP"
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a class, and put back or remove it."""
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
