@@ -250,3 +250,22 @@ def test_an_adaptive_softmax_has_the_loss_of_its_probabilities() -> None:
     assert "use F.nll_loss(layer.log_prob(x), y), which is the same loss" in text
     found = jitted(model, lambda x: nn.functional.nll_loss(model.log_prob(x), classes(x)))(x)
     torch.testing.assert_close(found, wanted.square(), rtol=0.05, atol=0.05)
+
+
+def test_a_mistake_in_our_own_code_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KeyError of a decomposition is told as a fault of amp_ir; one of the step is not."""
+    from amp_ir.capture import substitution
+
+    # Compiled as a file of the package: the traceback tells whose code it is.
+    source, names = "def check(*_):\n    return {}['row']\n", {}
+    exec(compile(source, substitution.__file__, "exec"), names)
+    monkeypatch.setattr(substitution, "check_arguments", names["check"])
+    assert message(jitted(nn.Linear(4, 4)), torch.ones(2, 4)).endswith(
+        "KeyError: 'row'. Check that it runs as plain PyTorch on the same batch; if it does, this "
+        "is a fault of amp_ir: please report it with this text and the output of amp-ir doctor"
+    )
+    monkeypatch.undo()
+    table: dict[str, torch.Tensor] = {}
+    assert "fault of amp_ir" not in message(
+        jitted(nn.Linear(4, 4), lambda x: table["row"]), torch.ones(2, 4)
+    )

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -45,6 +47,13 @@ _OF_TEXTS = {
         "PyTorch refuses it too: compute it under torch.no_grad() instead of inference_mode()"
     ),
 }
+OUR_FAULT = (
+    "Check that it runs as plain PyTorch on the same batch; if it does, this is a fault of amp_ir: "
+    "please report it with this text and the output of amp-ir doctor"
+)
+# Others than these are PyTorch's words on wrong arguments, which ops of ours pass on.
+_OF_PROGRAMS = (AttributeError, NameError, LookupError, AssertionError)
+_OURS = str(Path(__file__).parents[1])
 _OF_SHAPES = re.compile(r"\b(shapes?|sizes?|dims?|dimensions?)\b", re.IGNORECASE)
 _SHAPES = (
     "Shapes are known while a step is captured: print(x.shape) before this line shows them. They "
@@ -54,6 +63,13 @@ _OTHERWISE = (
     "Check that it runs as plain PyTorch on the same batch; if it does, it needs a tensor's values "
     "(as .numpy() does), which do not exist yet when a step is captured"
 )
+
+
+def is_our_fault(error: BaseException) -> bool:
+    """Return whether amp_ir's own code raised an error that only a program's mistake raises."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(frames) and frames[-1].filename.startswith(_OURS)
+    return is_ours and isinstance(error, _OF_PROGRAMS) and not isinstance(error, IndexError)
 
 
 def advice_on(text: str, model: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> str:

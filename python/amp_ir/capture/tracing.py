@@ -20,7 +20,7 @@ from amp_ir.capture.constant_values import noting_reads
 from amp_ir.capture.containers import flatten
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
-from amp_ir.capture.failure_advice import advice_on
+from amp_ir.capture.failure_advice import OUR_FAULT, advice_on, is_our_fault
 from amp_ir.capture.functional import uncompiled_graphs
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.followed_hypers import OtherHypers
@@ -423,4 +423,6 @@ class StepTracer:
         advice = advice_on(text, model, self._arguments.tensors)
         if "modified by an inplace operation" in text and self._transaction is not None:
             advice = self._transaction.advice_on_writes() or advice
+        if is_our_fault(error):
+            advice = OUR_FAULT
         return CaptureError(f"{failure}. {advice}", failure=failure)
