@@ -51,8 +51,10 @@ class StepTimes(Protocol):
 
 @attrs.frozen
 class CallProfile:
-    """One call of the step. `milliseconds` is the median over the timed steps.
+    """One call of the step.
 
+    `milliseconds` is the median over the timed steps, which on a CPU is scaled so that all calls
+    take together what the median step spends in calls.
     `lines` are the source lines that it comes from, "model.py:12". `nbytes` is what it reads and
     writes, each tensor once; `speed_of_light_milliseconds` is the time at the machine's peak rates.
     `begin_milliseconds` and `shown_milliseconds` are of the one step that a trace shows.
@@ -253,14 +255,16 @@ def profile_of(
     """
     plan = planned.plan
     shown = sorted(steps, key=lambda step: step.milliseconds)[len(steps) // 2]
+    medians = _medians(steps)
+    if gpu is None:
+        medians = _adding_up(medians, steps)
     calls = []
     for k, call in enumerate(plan.calls):
-        spent = [step.end_milliseconds[k] - step.begin_milliseconds[k] for step in steps]
         begin = shown.begin_milliseconds[k]
         in_trace = (begin, shown.end_milliseconds[k] - begin)
         nbytes = call.read_nbytes + call.written_nbytes
         least = peaks.speed_of_light_milliseconds(flop[k], nbytes, call.compute_dtype)
-        calls.append(_call(call, statistics.median(spent), in_trace, flop[k], least))
+        calls.append(_call(call, medians[k], in_trace, flop[k], least))
     median = statistics.median(step.milliseconds for step in steps)
     begins = [
         shown.begin_milliseconds[k]
@@ -277,6 +281,29 @@ def profile_of(
         gpu,
         exchange_profiles(traffic, begins if traffic else ()),
     )
+
+
+def _spent(step: StepTimes) -> list[float]:
+    """Return the milliseconds of each call."""
+    both = zip(step.begin_milliseconds, step.end_milliseconds, strict=True)
+    return [end - begin for begin, end in both]
+
+
+def _medians(steps: Sequence[StepTimes]) -> list[float]:
+    """Return the median milliseconds of each call."""
+    return [statistics.median(times) for times in zip(*map(_spent, steps), strict=True)]
+
+
+def _adding_up(medians: Sequence[float], steps: Sequence[StepTimes]) -> list[float]:
+    """Return the medians, scaled to the time that the median step spends in calls.
+
+    Where the machine's speed changes from step to step, the medians of the calls are of faster
+    moments than the step's: they add up to less, and the rest is not time outside of kernels.
+    """
+    share = statistics.median(sum(_spent(one)) / one.milliseconds for one in steps)
+    inside = share * statistics.median(one.milliseconds for one in steps)
+    total = sum(medians)
+    return [one * inside / total for one in medians] if total else list(medians)
 
 
 def _call(
