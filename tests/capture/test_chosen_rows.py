@@ -53,6 +53,14 @@ def with_gradients(m: Queue, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def moved_on_after(m: Queue, x: torch.Tensor) -> torch.Tensor:
+    """Backward looks up where the row was put, and k has gone on by then."""
+    y = m.layer(x)
+    y[m.at] = y[0] * 3
+    m.at.add_(1).remainder_(4)
+    return y
+
+
 def read_as_advised(m: Queue, x: torch.Tensor) -> torch.Tensor:
     return m.layer(x).index_select(1, m.at.reshape(1)).squeeze(1)
 
@@ -100,8 +108,8 @@ def many_uses(m: Queue, x: torch.Tensor) -> torch.Tensor:
 
 
 STEPS: list[Step] = [
-    ring, column, beside_others, with_gradients, read_as_advised, in_place, a_column, counts,
-    changed_after, moved, many_uses,
+    ring, column, beside_others, with_gradients, moved_on_after, read_as_advised, in_place,
+    a_column, counts, changed_after, moved, many_uses,
 ]  # fmt: skip
 
 

@@ -74,6 +74,24 @@ def test_loss(name, reduction):
     )
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", sorted(POINTWISE.keys() - {"multi_margin"}))  # PyTorch has none
+def test_second_derivatives_by_a_weight_of_the_loss(name, reduction):
+    function = POINTWISE[name]
+
+    def gradient(x, y, weight):
+        loss = (weight * function(x, y, reduction=reduction)).sum()
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+    check(
+        gradient,
+        A.clone().requires_grad_(),
+        B.clone().requires_grad_(),
+        torch.tensor(0.7, requires_grad=True),
+    )
+
+
 CLASSES = {
     "plain": (A, TARGET, {}),
     "weighted": (A, TARGET, {"weight": WEIGHT}),

@@ -41,7 +41,7 @@ class ChosenRow(PackedPart):
     def of(cls, viewed: torch.Tensor, axis: int, place: torch.Tensor) -> ChosenRow:
         """Return the row at `place` int[], as that is now."""
         made: ChosenRow = cls.stand_in(cls, viewed.dtype, viewed.device)
-        made.viewed, made.axis, made.place = viewed, axis, place.reshape(1).long().clone()
+        made.viewed, made.axis, made.place = viewed, axis, _copy(place)
         return made
 
     def read(self) -> torch.Tensor:
@@ -55,6 +55,11 @@ class ChosenRow(PackedPart):
     def answer_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that reads rows in its arguments, or changes this one."""
         return call_with_rows(func, args, kwargs, lambda *given: given[0](*given[1], **given[2]))
+
+
+def _copy(place: torch.Tensor) -> torch.Tensor:
+    """Return the place as it is now: PyTorch reads the number, and the step may move k on."""
+    return place.reshape(1).long().clone()
 
 
 def _index(axis: int, place: torch.Tensor) -> Any:
@@ -130,7 +135,7 @@ def assigned(func: Any, args: tuple[Any, ...]) -> bool:
         while value.ndim > len(shape) and value.shape[0] == 1:
             value = value[0]
         value = value.expand(shape).unsqueeze(axis).to(viewed.dtype)
-    viewed[_index(axis, place.reshape(1).long())] = value
+    viewed[_index(axis, _copy(place))] = value
     return True
 
 

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_ir.capture.decompositions.layouts import view
 from amp_ir.capture.decompositions.logit import logit_backward
+from amp_ir.capture.factor_layouts import factor_by_strides
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.replay import Replay
@@ -157,6 +158,7 @@ def make_functional(
     """Return a graph of the same inputs and outputs without writes, in core ATen and FUSED_OPS."""
 
     without_names(traced)
+    factor_by_strides(traced.graph)
 
     modules = ModuleMethods.current()
 

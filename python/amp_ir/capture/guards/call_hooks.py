@@ -266,6 +266,7 @@ class CaptureGuards:
 
     def _changed_options(self) -> Iterator[str]:
         yield from self._groups.changes()
+        yield from self._objects.changed_kinds()  # what is no number is compared with none
         for name in self._crossed_comparisons():
             yield f"{name} crossed a value at which the step branches"
 

@@ -31,6 +31,8 @@ _BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"
 _UNNAMED_STORES = frozenset(
     {"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"}
 )
+# What code names that goes on where an attribute is not there.
+_CAUGHT = frozenset({"AttributeError", "Exception", "BaseException"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 _JUMPS = frozenset(dis.opname[code] for code in (*dis.hasjrel, *dis.hasjabs))
 _TYPES_OF, _TENSOR_TYPES = frozenset({"type", "__class__"}), frozenset({"Tensor", "Parameter"})
@@ -45,7 +47,8 @@ class CodeReads:
 
     The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
     and globals that are stored before any load of them in the order of the code. `stores_unnamed`
-    says that it may store attributes under computed names. `type_lines` are the lines that compare
+    says that it may store attributes under computed names. `optional` are attributes that it does
+    without where they are not there. `type_lines` are the lines that compare
     the type of something, and not what it is an instance of, with that of tensors.
     """
 
@@ -85,6 +88,8 @@ def reads_of(code: CodeType) -> CodeReads:
         found.optional = frozenset(strings)
         found.attributes |= strings
         found.stored_first -= strings
+    if found.global_names & _CAUGHT:
+        found.optional |= found.attributes
     return found
 
 

@@ -83,9 +83,7 @@ class GuardedObjects:
 
     def changes(self) -> Iterator[str]:
         """Describe what differs."""
-        for name, place in self.followed.items():
-            if type(place.now()) is not type(place.before):
-                yield f"{name} {change_in_words(place.before, place.now())}"
+        yield from self.changed_kinds()
         for place in self._changed_places():
             yield f"{place.name()} {change_in_words(place.before, place.now())}"
         for contents in self._contents:
@@ -96,6 +94,12 @@ class GuardedObjects:
         for tensor, value, name_of in self._read_values:
             if not _has_same_bits(tensor, value):
                 yield f"the value of {name_of()} {_change_of_value(value, tensor)}"
+
+    def changed_kinds(self) -> Iterator[str]:
+        """Describe the numbers that are inputs which are of another type now."""
+        for name, place in self.followed.items():
+            if type(place.now()) is not type(place.before):
+                yield f"{name} {change_in_words(place.before, place.now())}"
 
     def changed_numbers(self) -> tuple[str, ...]:
         """Return the numbers that could be inputs and have another value now."""

@@ -47,6 +47,7 @@ _TORCH_CONTAINERS = (
     torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
     torch.nn.ParameterDict,
 )  # fmt: skip
+_OF_STANDARD_LIBRARY = (collections.UserDict, collections.UserList, collections.ChainMap)
 _PARTS = {
     "__code__": "the code",
     "__defaults__": "the defaults",
@@ -107,6 +108,9 @@ class ObservedObjects:
                 continue
             if isinstance(value, (torch.Tensor, numpy.ndarray)):
                 self._note_values(value, name)
+                if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                    self.known.setdefault(id(value), (value, name))
+                    stack += self._attributes(value, name, reads, code, is_users=False)
                 continue
             self.looked.add(at)
             self.known.setdefault(id(value), (value, name))
@@ -140,10 +144,11 @@ class ObservedObjects:
             yield value.__wrapped__, name
         elif isinstance(value, (tuple, *CONTAINERS)):
             yield from self._items(value, name, reads, code)
-        elif isinstance(value, (collections.UserDict, collections.UserList)):
+        elif isinstance(value, _OF_STANDARD_LIBRARY):
             # Its methods, which read this, are the standard library's.
-            part = part_name("attribute", "data", name)
-            yield self.place(vars(value), "entry", "data", part, is_loaded=True), part
+            key = "maps" if isinstance(value, collections.ChainMap) else "data"
+            part = part_name("attribute", key, name)
+            yield self.place(vars(value), "entry", key, part, is_loaded=True), part
         elif isinstance(value, memoryview):
             yield value.obj, name
         # One that the step makes has none yet when its `__init__` begins.
@@ -188,6 +193,7 @@ class ObservedObjects:
     def _items(
         self, value: Any, name: Name, reads: CodeReads, code: CodeType | None
     ) -> Iterator[tuple[Any, Name]]:
+        contents = None
         if isinstance(value, CONTAINERS):
             contents = self.contents.get(id(value))
             if contents is None:
@@ -197,12 +203,15 @@ class ObservedObjects:
         if len(value) > _MOST_ITEMS or isinstance(value, set):
             return
         pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+        takes_any = isinstance(value, (list, collections.deque, dict))
+        before = {} if contents is None else contents.by_key()
         for key, item in pairs:
             word = "entry" if isinstance(value, dict) else "item"
             part = part_name(word, key, name)
-            if isinstance(value, (list, collections.deque, dict)):
-                if is_number(item) or self._stand_in(item) is not item:
-                    item = self.place(value, "entry", key, part, is_loaded=True)
+            # One that the step has put there goes when the contents are put back.
+            is_first = takes_any and before.get(key, ABSENT) is item
+            if is_first and (is_number(item) or self._stand_in(item) is not item):
+                item = self.place(value, "entry", key, part, is_loaded=True)
             yield item, part
 
     def _submodules(
@@ -233,7 +242,9 @@ class ObservedObjects:
             # Attributes that are stored later, read with getattr, or defined in the class: an
             # attribute of the object would take precedence.
             absent = reads.attribute_stores.keys() | reads.optional
-            absent |= touched & names_of_class(type(value)) if is_users else set()
+            if is_users:
+                of_class = names_of_class(type(value))
+                absent |= touched if "__getattr__" in of_class else touched & of_class
             internal = INTERNAL if isinstance(value, torch.nn.Module) else frozenset()
             keys |= absent - own.keys() - internal
         for key in keys:
@@ -290,7 +301,7 @@ class ObservedObjects:
         code: CodeType | None,
     ) -> Any:
         """Record a place that code names; return its value."""
-        is_global = isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder
+        is_global = isinstance(holder, dict) and "__builtins__" in holder
         loads = reads.global_names | reads.attributes if is_global else reads.attributes
         stores = reads.attribute_stores
         if is_global and key in reads.global_stores:

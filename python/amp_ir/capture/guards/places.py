@@ -114,6 +114,12 @@ class Contents:
         """Return the current items, flat."""
         return flat(self.target)
 
+    def by_key(self) -> dict[Any, Any]:
+        """Return the items that were there before the step, by their keys or positions."""
+        if isinstance(self.target, dict):
+            return dict(zip(self.before[::2], self.before[1::2], strict=True))
+        return dict(enumerate(self.before))
+
     def holds(self) -> bool:
         """Return whether the items are the same objects, or equal plain values."""
         now = self.now()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tvm import relax
 
@@ -40,7 +42,15 @@ def _loss_gradient(
     """Return the gradient of a pointwise loss, for `tensors` = (grad, pred, target)."""
     grad, pred, target = tensors
     pred, target = _alike(ops, pred, target)
-    grad = ops.broadcast(ops.cast(grad, ops.dtype), shape_of(pred) if reduction == 0 else ())
+    shape = shape_of(pred)
+    grad = ops.cast(grad, ops.dtype)
+    if reduction != 0 and shape_of(grad):
+        # The second derivative by the gradient of a loss is this op, too: PyTorch gives it one
+        # number an element, and sums the result afterwards.
+        if reduction == 1:
+            grad = ops.multiply(grad, 1 / max(math.prod(shape), 1))
+        reduction = 0
+    grad = ops.broadcast(grad, shape if reduction == 0 else ())
     result: relax.Expr = ops.call(
         name, grad, pred, target, reduction=REDUCTIONS[reduction], **options
     )

@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_ir import pipeline
+from amp_ir.capture.factor_layouts import factor_by_strides
 from amp_ir.capture.functional import clean
 from amp_ir.capture.locations import is_users_file
 from amp_ir.errors import UnsupportedOpError
@@ -80,6 +81,7 @@ def import_graph(
     for node in list(graph.nodes):
         if node.target in _STATIC_CHECKS:
             graph.erase_node(node)
+    factor_by_strides(graph)
     _locate(graph)
     clean(graph)
     (output_node,) = graph.find_nodes(op="output")
