@@ -176,3 +176,19 @@ def test_memory_that_gemm_takes_from_the_system_is_planned(dtype):
         query = native.function("amp_ir.onednn.kept_nbytes")
         asked.append(int(query("amp_ir.onednn.matmul", *given, memory(out))))
     assert asked[0] >= 512 * 3000 and asked[1] - asked[0] >= 192 * 3000
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_one_matrix_for_a_batch_has_the_first_choice_in_either_order(transposed):
+    """A batch axis of one matrix has no stride that makes it seem to overlap the next."""
+    if "avx512" not in native.function("amp_ir.onednn.isa")():
+        pytest.skip("this CPU's oneDNN has gemm for its first choice")
+    a, b, out = torch.randn(40, 64), torch.randn(3, 64, 48), torch.zeros(3, 40, 48)
+    native.function("amp_ir.onednn.clear_cache")()
+    if transposed:  # out^T = b^T @ a^T, as the gradient of the other operand has it
+        matmul("onednn", b.mT, a.T, out.mT)
+    else:
+        matmul("onednn", a, b, out)
+    # Sums of 64 products in float32.
+    assert relative_error(out, a.double() @ b.double()) <= 1e-6
+    assert "gemm" not in implementations()[0]

@@ -3,6 +3,8 @@
 #ifndef AMP_IR_KERNELS_BATCHED_MATRICES_H_
 #define AMP_IR_KERNELS_BATCHED_MATRICES_H_
 
+#include <algorithm>
+
 #include "tensors/strided_tensor.h"
 
 namespace amp_ir {
@@ -27,6 +29,17 @@ inline StridedTensor WithUnitStride(StridedTensor t) {
   return t;
 }
 
+// Batch dims of one matrix step over the whole of it, in either order of its rows and columns:
+// oneDNN chooses by all strides, and takes a matrix that seems to overlap the next for an odd one.
+inline StridedTensor WithIdleBatchStrides(StridedTensor t) {
+  int64_t span = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    if (i < t.rank - 2 && t.dims[i] == 1) t.strides[i] = span;
+    span = std::max(span, t.dims[i] * t.strides[i]);
+  }
+  return t;
+}
+
 // out [batch..., m, n] = a [batch..., m, k] @ b [batch..., k, n], all of one rank; a batch dim of 1
 // repeats. The batch dims that can be are joined: those adjacent in memory with each other, and
 // the last with m where b does not depend on it ([8, 128, 768] @ [768, 768] is one matmul of 1024
@@ -38,7 +51,9 @@ struct BatchedMatrices {
                   const StridedTensor& result)
       : a(AlignBatch(left, result.rank)), b(AlignBatch(right, result.rank)), out(result) {
     Join();
-    for (StridedTensor* t : {&a, &b, &out}) *t = WithUnitStride(WithoutIdleStrides(*t));
+    for (StridedTensor* t : {&a, &b, &out}) {
+      *t = WithIdleBatchStrides(WithUnitStride(WithoutIdleStrides(*t)));
+    }
   }
 
  private:
