@@ -12,12 +12,12 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_ir.capture.patches.generators import keep_generators
 from amp_ir.capture.patches.restores import restoring
@@ -262,24 +262,8 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     for hook in (tensor._backward_hooks or {}).values():
         fake.register_hook(hook)
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-        fake.register_post_accumulate_grad_hook(functools.partial(_call_hook, hook, tensor))
+        fake.register_post_accumulate_grad_hook(hook)
     return fake
-
-
-def _call_hook(
-    hook: Callable[[torch.Tensor], None], tensor: torch.Tensor, fake: torch.Tensor
-) -> None:
-    """Call a hook after accumulation with the parameter, by which it looks its optimizer up.
-
-    The parameter has the fake's gradient meanwhile: no mode sees what the hook reads of it.
-    """
-    gradient, tensor.grad = tensor.grad, fake.grad
-    try:
-        hook(tensor)
-        if tensor.grad is not fake.grad and fake.grad is not None:
-            fake.grad = tensor.grad
-    finally:
-        tensor.grad = gradient
 
 
 @contextlib.contextmanager
@@ -389,6 +373,15 @@ class _StateOfFakes(collections.defaultdict[Any, Any]):
     def __init__(self) -> None:
         super().__init__(dict)
         self.hidden: set[int] = set()
+        # The other one of a parameter and its fake, by id.
+        self.others: dict[int, torch.Tensor] = {}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        other = self.others.get(id(key))
+        if other is not None:
+            super().__setitem__(other, value)
+            self.hidden.add(id(key) if isinstance(other, FakeTensor) else id(other))
 
     def __iter__(self) -> Iterator[Any]:
         return (key for key in super().__iter__() if id(key) not in self.hidden)
@@ -419,10 +412,11 @@ def _put_optimizer_fakes(
             replaced[key] = values
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            fake = fakes[id(parameter)]
+            replaced.others.update({id(parameter): fake, id(fake): parameter})
             values = dict(optimizer.state.get(parameter, {}))
             by_key = state.optimizer_state.get((index, id(parameter)), {})
             values.update({key: entry.fake for key, entry in by_key.items()})
             if values:
-                replaced[fakes[id(parameter)]] = replaced[parameter] = values
-                replaced.hidden.add(id(parameter))
+                replaced[fake] = values
     optimizer.state = replaced

@@ -163,6 +163,10 @@ class StepTracer:
                     self.observer.note_read,
                 )  # fmt: skip
                 stack.enter_context(calls)
+                held = (*state.parameters, *state.buffers)
+                self.observer.objects.stand_ins.begin(
+                    {id(entry.tensor): entry.fake for entry in held}, state.optimizers
+                )
                 self.observer.add_models(state.models)
                 self.effects.begin(state.models, state.optimizers)
                 self.observer.add_step(self._step)

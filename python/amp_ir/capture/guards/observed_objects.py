@@ -27,6 +27,7 @@ from amp_ir.capture.guards.places import (
     flat,
     is_number,
 )
+from amp_ir.capture.guards.stand_ins import StandIns
 from amp_ir.capture.guards.unnamed_attributes import UnnamedAttributes
 from amp_ir.capture.guards.users_objects import (
     is_end,
@@ -61,6 +62,7 @@ class ObservedObjects:
     `places`, `contents` and `modules` are all that was seen; `tensors` are names of the user's
     tensors, and `caches` the functions with `functools.cache` that ran. `known` has the names of
     objects, `functions` those of each code, and `looked` the code that was matched with an object.
+    `stand_ins` are in the places and containers while the step runs.
     `replaced(place)` returns what replaces a number while the step runs.
     """
 
@@ -69,6 +71,7 @@ class ObservedObjects:
         self.contents: dict[int, Contents] = {}
         self.modules: dict[int, tuple[torch.nn.Module, Name]] = {}
         self.modes = KnownModes()
+        self.stand_ins = StandIns()
         self.unnamed = UnnamedAttributes()
         self.tensors: dict[int, tuple[torch.Tensor, Name]] = {}
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
@@ -190,6 +193,7 @@ class ObservedObjects:
             contents = self.contents.get(id(value))
             if contents is None:
                 contents = self.contents[id(value)] = Contents(value, name, flat(value))
+                contents.put_stand_ins(self.stand_ins.of)
             if not contents.line[0] and reads.entry_lines and code is not None:
                 contents.line = code.co_filename, reads.entry_lines[0]
         if len(value) > _MOST_ITEMS or isinstance(value, set):
@@ -321,7 +325,10 @@ class ObservedObjects:
             if isinstance(value, FakeTensor):
                 return value
             self.places[at] = place
-            if is_number(value):
+            other = self.stand_ins.of(value)
+            if other is not value:
+                place.put_stand_in(other)
+            elif is_number(value):
                 other = self._replaced(place)
                 if other is not value:
                     place.put(other)
@@ -330,7 +337,8 @@ class ObservedObjects:
             place.line = line
         if is_loaded and (original_of(value) is place.before or is_number(place.before)):
             place.is_loaded = True
-        return value
+        held = place.held()
+        return held if held is place.stand_in else value
 
 
 def part_name(word: str, key: Any, name: Name) -> Name:

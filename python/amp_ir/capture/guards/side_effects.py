@@ -159,10 +159,11 @@ class SideEffects:
             if len(now) != len(contents.before) or any(
                 one is not other for one, other in zip(now, contents.before, strict=True)
             ):
-                contents.put(contents.before)
+                contents.put_back()
         for place in self.observer.objects.places.values():
-            if place.now() is not place.before:
-                place.put(place.before)
+            if place.now() is not place.before or place.held() is place.stand_in:
+                place.put_back()
+        self.observer.objects.stand_ins.end()
         for moving in self.observer.objects.advancing.values():
             if moving.has_moved():
                 moving.move_back()
@@ -317,7 +318,7 @@ class SideEffects:
 
 def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
     """Return (key or position, value now, value before) of differences; ABSENT for no value."""
-    now, before = flat(contents.target), contents.before
+    now, before = contents.now(), contents.before
     if isinstance(contents.target, dict):
         new, old = (dict(zip(one[::2], one[1::2], strict=True)) for one in (now, before))
     elif isinstance(contents.target, SEQUENCES):
