@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.ctc import ctc_loss
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
+from amp_ir.capture.decompositions.inverse_stft import istft
 from amp_ir.capture.decompositions.matrix_exponential import matrix_exp
 from amp_ir.capture.decompositions.segments import embedding_bag, segment_reduce
 from amp_ir.capture.decompositions.tensor_of_tensors import tensor_of_tensors
@@ -235,6 +236,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (torch.matrix_exp, torch.linalg.matrix_exp, torch.Tensor.matrix_exp), matrix_exp
     ),
+    **dict.fromkeys((torch.istft, torch.Tensor.istft), istft),
     torch.tensor: tensor_of_tensors,
     torch.as_tensor: tensor_of_tensors,
     torch.multinomial: _multinomial,
