@@ -28,6 +28,7 @@ from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.selected_rows import selected
 from amp_ir.capture.special_numbers import guard_special_numbers
+from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.capture.transaction import Transaction
 from amp_ir.capture.value_checks import check_arguments
@@ -36,7 +37,7 @@ from amp_ir.ir.location import Location
 _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
-_GET_ITEM = torch.Tensor.__getitem__
+_GET_ITEM, _SET_ITEM = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 # What print and f-strings call. With a specification it is the text of a number, else of a tensor.
@@ -136,6 +137,8 @@ class Substitution(TorchFunctionMode):
                 "Make a tensor by torch.full((), number) and compute with that, or pass the number "
                 "to the step as an argument",
             )
+        if func is _SET_ITEM and isinstance(args[2], SymbolicFloat):
+            args = *args[:2], _tensor_of(args[2], args[0])
         args, kwargs = guard_special_numbers(func, args, kwargs)
         check_arguments(func, args, kwargs)
         if assigned(func, args):
@@ -193,6 +196,11 @@ class Substitution(TorchFunctionMode):
             return tensor.detach()
         self._diagnostics.add(what, self._locator.here(), advice)
         return tensor.detach()
+
+
+def _tensor_of(number: SymbolicFloat, beside: torch.Tensor) -> torch.Tensor:
+    """Return a tensor f[] of a number: PyTorch makes a constant of one that a mask assigns."""
+    return torch.full((), number, dtype=beside.dtype, device=beside.device)
 
 
 def _part(args: tuple[Any, ...]) -> PackedPart | None:
