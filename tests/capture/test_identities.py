@@ -214,9 +214,60 @@ def test_python_and_pytorch_are_as_before_a_capture() -> None:
     trained(by_id, compiled=True)
     assert "id" not in globals()
     assert FakeTensor.__hash__ is torch.Tensor.__hash__
-    assert "__hash__" not in vars(FakeTensor)
+    assert "__hash__" not in vars(FakeTensor) and "__eq__" not in vars(torch.Tensor)
     check = type(nn.Parameter).__instancecheck__
     assert check.__module__ == nn.Parameter.__module__
+
+
+class Halved(torch.autograd.Function):
+    """Halves the gradient of what it is told to, in a backward pass of its own."""
+
+    told: set[Any] = set()
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (0.5 if ctx.weight in Halved.told else 1.0)
+
+
+def with_hooks(*, compiled: bool) -> list[torch.Tensor]:
+    """Train with look-ups in hooks of the backward pass, where no mode of a capture is on."""
+    model = copy.deepcopy(MODEL)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+    masks = {p: torch.ones_like(p).cumsum(-1) for p in model.parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    frozen = {model[0].bias}
+    Halved.told = {model[2].weight}
+    for p in model.parameters():
+        p.register_hook(lambda grad, p=p: grad * masks[p] * (0.0 if p in frozen else 1.0))
+
+    def update(p: torch.Tensor) -> None:
+        assert names[id(p)]
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        hidden = model[1](model[0](x))
+        loss = (hidden @ Halved.apply(model[2].weight).T + model[2].bias).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    listed = list(optimizers.values())
+    train = amp_ir.jit(step, model=model, optimizer=listed) if compiled else step
+    return [*(train(BATCH) for _ in range(3)), *model.state_dict().values()]
+
+
+def test_hooks_of_the_backward_pass_look_their_parameters_up() -> None:
+    """Dictionaries, sets and ids answer there as in the step."""
+    found, expected = with_hooks(compiled=True), with_hooks(compiled=False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class Memory:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -262,24 +262,8 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     for hook in (tensor._backward_hooks or {}).values():
         fake.register_hook(hook)
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-        fake.register_post_accumulate_grad_hook(functools.partial(_call_hook, hook, tensor))
+        fake.register_post_accumulate_grad_hook(hook)
     return fake
-
-
-def _call_hook(
-    hook: Callable[[torch.Tensor], None], tensor: torch.Tensor, fake: torch.Tensor
-) -> None:
-    """Call a hook after accumulation with the parameter, by which it looks its optimizer up.
-
-    The parameter has the fake's gradient meanwhile: no mode sees what the hook reads of it.
-    """
-    gradient, tensor.grad = tensor.grad, fake.grad
-    try:
-        hook(tensor)
-        if tensor.grad is not fake.grad and fake.grad is not None:
-            fake.grad = tensor.grad
-    finally:
-        tensor.grad = gradient
 
 
 @contextlib.contextmanager
@@ -380,11 +364,38 @@ def _put_flat_weights(module: torch.nn.RNNBase, fakes: Mapping[int, torch.Tensor
             refs[k] = weakref.ref(fake)
 
 
+class _StateOfFakes(collections.defaultdict[Any, Any]):
+    """An optimizer's state by the fakes of its parameters, also where the user's own are the keys.
+
+    Hooks look it up where no mode sees that the two are one.
+    """
+
+    def __init__(self, fakes: Mapping[int, torch.Tensor]) -> None:
+        super().__init__(dict)
+        self._fakes = fakes
+
+    def _by_fake(self, key: Any) -> Any:
+        return self._fakes.get(id(key), key)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self._by_fake(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(self._by_fake(key), value)
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(self._by_fake(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter or its fake, if there is any."""
+        return super().get(self._by_fake(key), default)
+
+
 def _put_optimizer_fakes(
     state: State, index: int, optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]
 ) -> None:
     """Store the state under the fakes of the parameters."""
-    replaced: collections.defaultdict[Any, Any] = collections.defaultdict(dict)
+    replaced = _StateOfFakes(fakes)
     for key, values in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             replaced[key] = values
@@ -394,5 +405,5 @@ def _put_optimizer_fakes(
             by_key = state.optimizer_state.get((index, id(parameter)), {})
             values.update({key: entry.fake for key, entry in by_key.items()})
             if values:
-                replaced[fakes[id(parameter)]] = values
+                replaced[parameter] = values
     optimizer.state = replaced

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from amp_ir.capture.decompositions.recurrent_layers import layers_of
 from amp_ir.capture.decompositions.torch_functions import decompose
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
 from amp_ir.capture.gradient_watch import GradientWatch
-from amp_ir.capture.guards.identities import Identities
 from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator, is_users_file
 from amp_ir.capture.selected_rows import selected
 from amp_ir.capture.special_numbers import guard_special_numbers
+from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.capture.transaction import Transaction
 from amp_ir.capture.value_checks import check_arguments
@@ -38,8 +39,7 @@ from amp_ir.ir.location import Location
 _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
-_GET_ITEM = torch.Tensor.__getitem__
-_EQUALS = torch.Tensor.__eq__
+_GET_ITEM, _SET_ITEM = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _VERSION: Any = torch.Tensor._version
 _GET_VERSION = _VERSION.__get__
 _DROPOUT = (torch.dropout, torch.nn.functional.dropout)
@@ -77,7 +77,6 @@ class Substitution(TorchFunctionMode):
         locator: Locator,
         diagnostics: Diagnostics,
         note_read: Callable[[torch.Tensor], None],
-        identities: Identities,
     ) -> None:
         super().__init__()
         self._fakes = fakes
@@ -85,7 +84,6 @@ class Substitution(TorchFunctionMode):
         self._locator = locator
         self._diagnostics = diagnostics
         self._note_read = note_read
-        self._identities = identities
         self.data = DataAssignments(fakes.values(), transaction, diagnostics, locator)
         self.shown_at: dict[Location, None] = {}
 
@@ -93,18 +91,6 @@ class Substitution(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Make one call of the torch API."""
-        caller = sys._getframe(1)
-        if func is _EQUALS and self._identities.is_looked_up(caller, *args):
-            return True
-        if func == _GET_VERSION and is_users_file(caller.f_code.co_filename):
-            self._diagnostics.add(
-                "_version counts the writes to a tensor, and those of a compiled step do not",
-                self._locator.here(),
-                "Count updates in a buffer of the model, or compare the numbers themselves",
-            )
-        return self._make(func, args, kwargs)
-
-    def _make(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         # Seldom anything else; the observer's hook is called for each call made here.
         if not _AS_THEY_ARE.issuperset(map(type, args)):
             args = self._replace(args)
@@ -120,8 +106,13 @@ class Substitution(TorchFunctionMode):
             if any(args[1:]):
                 return self._text_of_number(*args)
             self.shown_at[self._locator.here()] = None
+        elif func == _GET_VERSION:
+            self._refuse_version(sys._getframe(1))
         elif func in _DROPOUT:
             return _dropout(*args, **kwargs)
+        return self._made(func, args, kwargs)
+
+    def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recurrent = layers_of(func, args, kwargs) or cell_of(func, args, kwargs)
         if recurrent is not None:
             return recurrent()
@@ -130,6 +121,15 @@ class Substitution(TorchFunctionMode):
         except UnsupportedCall as unsupported:
             self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
             raise TracingStopped from unsupported
+
+    def _refuse_version(self, caller: FrameType) -> None:
+        """Refuse a look at how often a tensor was written; PyTorch's own code may look."""
+        if is_users_file(caller.f_code.co_filename):
+            self._diagnostics.add(
+                "_version counts the writes to a tensor, and those of a compiled step do not",
+                self._locator.here(),
+                "Count updates in a buffer of the model, or compare the numbers themselves",
+            )
 
     def _values_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what is taken from the memory of a tensor from outside, which is a guard then."""
@@ -155,6 +155,8 @@ class Substitution(TorchFunctionMode):
                 "Make a tensor by torch.full((), number) and compute with that, or pass the number "
                 "to the step as an argument",
             )
+        if func is _SET_ITEM and isinstance(args[2], SymbolicFloat):
+            args = *args[:2], _tensor_of(args[2], args[0])
         args, kwargs = guard_special_numbers(func, args, kwargs)
         check_arguments(func, args, kwargs)
         if assigned(func, args):
@@ -212,6 +214,11 @@ class Substitution(TorchFunctionMode):
             return tensor.detach()
         self._diagnostics.add(what, self._locator.here(), advice)
         return tensor.detach()
+
+
+def _tensor_of(number: SymbolicFloat, beside: torch.Tensor) -> torch.Tensor:
+    """Return a tensor f[] of a number: PyTorch makes a constant of one that a mask assigns."""
+    return torch.full((), number, dtype=beside.dtype, device=beside.device)
 
 
 def _part(args: tuple[Any, ...]) -> PackedPart | None:

@@ -168,9 +168,10 @@ class StepTracer:
                 )
                 calls = Substitution(
                     fakes, watch, transaction, self._locator, self._diagnostics,
-                    self.observer.note_read, self._identities,
+                    self.observer.note_read,
                 )  # fmt: skip
                 stack.enter_context(calls)
+                self.observer.objects.stand_ins.begin(state.optimizers)
                 self.observer.add_models(state.models)
                 self.effects.begin(state.models, state.optimizers)
                 self.observer.add_step(self._step)

@@ -4,14 +4,15 @@
 Modules and optimizers hold fakes then, and the user's own lists, sets and dictionaries the tensors
 that these stand for. `p in decayed`, `masks[p]`, `id(p) in ids` and `p is q` have to be what they
 are in PyTorch: hash and `id` of a fake are those of its tensor, the two are equal in a look-up, and
-lists, attributes and closures hold the fake while the step runs. A fake is an instance of the
-user's subclass of Parameter that its tensor is of, too.
+what is observed of the user's objects holds the fake while the step runs (`stand_ins`). A fake is
+an instance of the user's subclass of Parameter that its tensor is of, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import opcode
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -26,11 +27,12 @@ _ABSENT = object()
 class Identities:
     """What tells tensors apart in Python, in one trace.
 
-    `id_of` is a function as `id`: of a fake it returns the id of its tensor.
+    `fakes` are by the ids of their tensors. `id_of` is a function as `id`: of a fake it returns the
+    id of its tensor.
     """
 
     def __init__(self) -> None:
-        self._fakes: dict[int, torch.Tensor] = {}
+        self.fakes: dict[int, torch.Tensor] = {}
         self._ids: dict[int, int] = {}
         self._kinds: dict[int, type] = {}
         self._modules: list[dict[str, Any]] = []
@@ -46,12 +48,14 @@ class Identities:
     def taken_over(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
         """Give fakes the hash and the kind of their tensors; the pairs are (tensor, fake)."""
         for tensor, fake in pairs:
-            self._fakes[id(tensor)] = fake
+            self.fakes[id(tensor)] = fake
             self._ids[id(fake)] = id(tensor)
             self._kinds[id(fake)] = type(tensor)
         try:
             with (
                 _replaced(FakeTensor, "__hash__", self.id_of),
+                # Of every tensor, and not in a mode: hooks of the backward pass look up, too.
+                _replaced(torch.Tensor, "__eq__", self._equality()),
                 _replaced(_OF_PARAMETERS, "__instancecheck__", self._instance_check()),
             ):
                 yield
@@ -73,18 +77,22 @@ class Identities:
             module["id"] = self.id_of
             self._modules.append(module)
 
-    def stand_in(self, value: Any) -> Any:
-        """Return the fake of a tensor, and a tuple with the fakes of its tensors; else `value`."""
-        if isinstance(value, torch.Tensor):
-            return self._fakes.get(id(value), value)
-        if type(value) is tuple and any(id(one) in self._fakes for one in value):
-            return tuple(self._fakes.get(id(one), one) for one in value)
-        return value
+    def _equality(self) -> Callable[[Any, Any], Any]:
+        """Return `==` of tensors, by which a look-up finds a tensor and its fake equal."""
+        before, fakes = torch.Tensor.__eq__, self.fakes
 
-    def is_looked_up(self, frame: FrameType, one: object, other: object) -> bool:
-        """Return whether `frame` compares a tensor and its fake in a look-up, not with `==`."""
-        is_pair = self._fakes.get(id(one)) is other or self._fakes.get(id(other)) is one
-        return is_pair and opcode.opname[frame.f_code.co_code[frame.f_lasti]] != "COMPARE_OP"
+        def equality(one: Any, other: Any) -> Any:
+            is_pair = fakes.get(id(one)) is other or fakes.get(id(other)) is one
+            if is_pair and not _is_written(sys._getframe(1)):
+                return True
+            return before(one, other)
+
+        return equality
+
+
+def _is_written(frame: FrameType) -> bool:
+    """Return whether the code that runs in `frame` compares with `==`, element by element."""
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]] == "COMPARE_OP"
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from amp_ir.capture.guards.places import (
     in_words,
     is_number,
 )
+from amp_ir.capture.guards.stand_ins import StandIns
 from amp_ir.capture.guards.unnamed_attributes import UnnamedAttributes
 from amp_ir.capture.guards.users_objects import (
     is_end,
@@ -62,20 +63,21 @@ class ObservedObjects:
     `places`, `contents` and `modules` are all that was seen; `tensors` are names of the user's
     tensors, and `caches` the functions with `functools.cache` that ran. `known` has the names of
     objects, `functions` those of each code, and `looked` the code that was matched with an object.
-    `replaced(place)` returns what replaces a number while the step runs, and `stand_in(value)` the
-    fake of a tensor.
+    `stand_ins` are in the places and containers while the step runs.
+    `replaced(place)` returns what replaces a number while the step runs.
     """
 
     def __init__(
         self,
         opaque: Iterable[object],
         replaced: Callable[[Place], Any],
-        stand_in: Callable[[Any], Any],
+        fakes: dict[int, torch.Tensor],
     ) -> None:
         self.places: dict[tuple[int, str, Any], Place] = {}
         self.contents: dict[int, Contents] = {}
         self.modules: dict[int, tuple[torch.nn.Module, Name]] = {}
         self.modes = KnownModes()
+        self.stand_ins = StandIns(fakes)
         self.unnamed = UnnamedAttributes()
         self.tensors: dict[int, tuple[torch.Tensor, Name]] = {}
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
@@ -86,7 +88,6 @@ class ObservedObjects:
         self.looked: set[tuple[int, int]] = set()
         self._opaque = {id(one): one for one in opaque}
         self._replaced = replaced
-        self._stand_in = stand_in
 
     def reach(
         self,
@@ -198,6 +199,7 @@ class ObservedObjects:
             contents = self.contents.get(id(value))
             if contents is None:
                 contents = self.contents[id(value)] = Contents(value, name, flat(value))
+                contents.put_stand_ins(self.stand_ins.of)
             if not contents.line[0] and reads.entry_lines and code is not None:
                 contents.line = code.co_filename, reads.entry_lines[0]
         if len(value) > _MOST_ITEMS or isinstance(value, set):
@@ -205,13 +207,13 @@ class ObservedObjects:
         pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
         takes_any = isinstance(value, (list, collections.deque, dict))
         before = {} if contents is None else contents.by_key()
-        for key, item in pairs:
+        for held_key, item in pairs:
+            key = held_key if contents is None else contents.before_stand_in(held_key)
             word = "entry" if isinstance(value, dict) else "item"
             part = part_name(word, key, name)
             # One that the step has put there goes when the contents are put back.
-            is_first = takes_any and before.get(key, ABSENT) is item
-            if is_first and (is_number(item) or self._stand_in(item) is not item):
-                item = self.place(value, "entry", key, part, is_loaded=True)
+            if takes_any and is_number(item) and before.get(key, ABSENT) is item:
+                self.place(value, "entry", key, part, is_loaded=True)
             yield item, part
 
     def _submodules(
@@ -330,16 +332,20 @@ class ObservedObjects:
             if isinstance(value, FakeTensor):
                 return value
             self.places[at] = place
-            place.stand_in = self._stand_in(value)
-            other = self._replaced(place) if is_number(value) else place.stand_in
+            other = self.stand_ins.of(value)
             if other is not value:
-                place.put(other)
+                place.put_stand_in(other)
+            elif is_number(value):
+                other = self._replaced(place)
+                if other is not value:
+                    place.put(other)
         value = place.now()
         if line[1] and not place.line[1]:
             place.line = line
         if is_loaded and (original_of(value) is place.before or is_number(place.before)):
             place.is_loaded = True
-        return value
+        held = place.held()
+        return held if held is place.stand_in else value
 
 
 def part_name(word: str, key: Any, name: Name) -> Name:

@@ -65,7 +65,7 @@ class Observer:
         replaced: Callable[[Place], Any],
         identities: Identities,
     ) -> None:
-        self.objects = ObservedObjects(opaque, replaced, identities.stand_in)
+        self.objects = ObservedObjects(opaque, replaced, identities.fakes)
         self._give_id, self._id_of = identities.give_id, identities.id_of
         self.read_values: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = {}
         self.numpy_line: tuple[str, int] = ("", 0)

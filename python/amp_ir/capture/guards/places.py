@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ class _Absent:
 
 
 ABSENT = _Absent()
+_NOTHING = object()
 
 
 @attrs.define(eq=False)
@@ -41,9 +43,9 @@ class Place:
 
     `holder` is the dictionary, object or cell; `kind` is "entry", "attribute", "cell" or, for an
     attribute of a class itself, without those of its bases, "own".
-    `before` is the value when the step first reached the place, and `stand_in` what the
-    capture put there for it: a fake, or a tuple with fakes. `is_loaded` says that the step may
-    have read it before it wrote it, and `line` is (file, line) of a store, if any.
+    `before` is the value when the step first reached the place. `is_loaded` says that the step may
+    have read it before it wrote it, and `line` is (file, line) of a store, if any. `stand_in` is
+    what the capture has put there for `before`, and which counts as that.
     """
 
     holder: Any
@@ -53,14 +55,17 @@ class Place:
     before: Any
     is_loaded: bool = False
     line: tuple[str, int] = ("", 0)
-    stand_in: Any = ABSENT
+    stand_in: Any = _NOTHING
 
     def now(self) -> Any:
         """Return the current value; ABSENT for none, and of a registered function the user's."""
-        value = self._held()
+        value = self.held()
+        if value is self.stand_in:
+            return self.before
         return value if type(value) is not FunctionType else vars(value).get(REPLACES, value)
 
-    def _held(self) -> Any:
+    def held(self) -> Any:
+        """Return what is there now; ABSENT for nothing."""
         if self.kind == "entry":
             if isinstance(self.holder, SEQUENCES):
                 return self.holder[self.key] if self.key < len(self.holder) else ABSENT
@@ -81,6 +86,13 @@ class Place:
     def put_back(self) -> None:
         """Store the value that was there before the step."""
         self.put(self.before)
+        self.stand_in = _NOTHING
+
+    def put_stand_in(self, value: Any) -> None:
+        """Store what stands for the value of before; a frozen object keeps that."""
+        with contextlib.suppress(AttributeError, TypeError):
+            self.put(value)
+            self.stand_in = value
 
     def put(self, value: Any) -> None:
         """Store `value`; ABSENT removes the entry."""
@@ -109,10 +121,28 @@ class Contents:
     before: tuple[Any, ...]
     is_loaded: bool = True
     line: tuple[str, int] = ("", 0)
+    # What the capture has put there, with what it stands for, by id.
+    _stand_ins: dict[int, tuple[Any, Any]] = attrs.Factory(dict)
 
     def now(self) -> tuple[Any, ...]:
-        """Return the current items, flat."""
-        return flat(self.target)
+        """Return the current items, flat; of stand-ins what they stand for."""
+        items = flat(self.target)
+        if not self._stand_ins:
+            return items
+        return tuple(map(self.before_stand_in, items))
+
+    def put_stand_ins(self, of: Callable[[Any], Any]) -> bool:
+        """Store what stands for the items, as `of` returns it; return whether that differs."""
+        items = tuple(map(of, self.before))
+        pairs = zip(items, self.before, strict=True)
+        self._stand_ins = {id(one): (one, item) for one, item in pairs if one is not item}
+        if self._stand_ins:
+            self.put(items)
+        return bool(self._stand_ins)
+
+    def before_stand_in(self, item: Any) -> Any:
+        """Return what an item stands for: that itself, if the capture has not put it there."""
+        return self._stand_ins.get(id(item), (item, item))[1]
 
     def by_key(self) -> dict[Any, Any]:
         """Return the items that were there before the step, by their keys or positions."""
@@ -128,6 +158,7 @@ class Contents:
     def put_back(self) -> None:
         """Store the items that were there before the step."""
         self.put(self.before)
+        self._stand_ins = {}
 
     def put(self, items: tuple[Any, ...]) -> None:
         """Store these items, as `now` returns them."""

@@ -131,9 +131,7 @@ class SideEffects:
         for place in self.observer.objects.places.values():
             now = place.now()
             self.leaves_followed |= self._is_followed_elsewhere(place, now)
-            if self._is_as_before(place, now):
-                if now is place.stand_in is not place.before:
-                    reported.add((id(place.holder), place.key))
+            if now is place.before or id(now) in self.put or is_same(now, place.before):
                 # The step stores what was there already, or stores in another branch: the graph
                 # is valid for this value only.
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
@@ -167,10 +165,11 @@ class SideEffects:
             if len(now) != len(contents.before) or any(
                 one is not other for one, other in zip(now, contents.before, strict=True)
             ):
-                contents.put(contents.before)
+                contents.put_back()
         for place in self.observer.objects.places.values():
-            if place.now() is not place.before:
-                place.put(place.before)
+            if place.now() is not place.before or place.held() is place.stand_in:
+                place.put_back()
+        self.observer.objects.stand_ins.end()
         for moving in self.observer.objects.advancing.values():
             if moving.has_moved():
                 moving.move_back()
@@ -187,10 +186,6 @@ class SideEffects:
             yield
         finally:
             self.restore()
-
-    def _is_as_before(self, place: Place, now: Any) -> bool:
-        is_one = now is place.before or now is place.stand_in
-        return is_one or id(now) in self.put or is_same(now, place.before)
 
     def _is_followed_elsewhere(self, place: Place, now: Any) -> bool:
         """Return whether the step left a number that is an input in another place than its own."""
@@ -329,7 +324,7 @@ class SideEffects:
 
 def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
     """Return (key or position, value now, value before) of differences; ABSENT for no value."""
-    now, before = flat(contents.target), contents.before
+    now, before = contents.now(), contents.before
     if isinstance(contents.target, dict):
         new, old = (dict(zip(one[::2], one[1::2], strict=True)) for one in (now, before))
     elif isinstance(contents.target, SEQUENCES):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fakes of the state's tensors, where the user's objects hold these while a step is captured.
+
+Modules and optimizers have the fakes then. `p is self.head` would be false where the user's own
+references stayed those to the real ones; for sets and dictionaries see `identities`, too, which
+hooks look up where no mode sees that the two are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from amp_ir.capture.guards.places import CONTAINERS, Contents, flat
+
+_MOST_ITEMS = 256
+_MOST_DEEP = 4
+_OF_EVERY_OPTIMIZER = frozenset({"param_groups", "state", "defaults"})
+
+
+class StandIns:
+    """What stands for the user's tensors while the step runs: their `fakes`, by their ids."""
+
+    def __init__(self, fakes: Mapping[int, torch.Tensor]) -> None:
+        self._fakes = fakes
+        self._put: list[tuple[dict[str, Any], str, Any]] = []
+        self._contents: list[Contents] = []
+
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Put fakes into what optimizers keep, which is not observed as other objects are."""
+        known: set[int] = set()
+        for optimizer in optimizers:
+            self._put_into(optimizer, known)
+
+    def _put_into(self, optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+        if id(optimizer) in known:
+            return
+        known.add(id(optimizer))
+        self._put_values(vars(optimizer), _OF_EVERY_OPTIMIZER)
+        for group in optimizer.param_groups:
+            self._put_values(group, frozenset({"params"}))
+        for value in vars(optimizer).values():
+            if isinstance(value, torch.optim.Optimizer):
+                self._put_into(value, known)
+
+    def _put_values(self, own: dict[str, Any], ignored: frozenset[str]) -> None:
+        for key in own.keys() - ignored:
+            value = own[key]
+            other = self.of(value)
+            if other is not value:
+                self._put.append((own, key, value))
+                own[key] = other
+            for container in _containers(value, 0):
+                contents = Contents(container, str, flat(container))
+                if contents.put_stand_ins(self.of):
+                    self._contents.append(contents)
+
+    def end(self) -> None:
+        """Put what optimizers keep back."""
+        for contents in self._contents:
+            contents.put_back()
+        for own, key, value in self._put:
+            own[key] = value
+        self._contents.clear()
+        self._put.clear()
+
+    def of(self, value: Any) -> Any:
+        """Return what stands for a value: that itself, but for the user's tensors."""
+        if isinstance(value, torch.Tensor):
+            return self._fakes.get(id(value), value)
+        if type(value) in (tuple, frozenset) and len(value) <= _MOST_ITEMS:
+            items = [self.of(one) for one in value]
+            if any(item is not one for item, one in zip(items, value, strict=True)):
+                return type(value)(items)
+        return value
+
+
+def _containers(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, CONTAINERS) and depth <= _MOST_DEEP:
+        yield value
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _containers(one, depth + 1)
