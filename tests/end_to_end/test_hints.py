@@ -317,7 +317,9 @@ HINTS = {
     "a step that is skipped": Hint(
         skips, "A check of tensors that raises (if not torch.isfinite(loss): raise ...)", raises
     ),
-    "a selection": Hint(select, "multiply by the mask or use torch.where", mask),
+    "a selection": Hint(
+        select, "compute on all rows, and choose by torch.where(mask, a, b)", mask
+    ),
     "bincount": Hint(bincount, "torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))", index_add),
     "lstsq": Hint(lstsq, "Use torch.linalg.pinv(a) @ b", pinv),
     "a result": Hint(returns_module, "Return tensors and plain values in tuples", returns_dict),

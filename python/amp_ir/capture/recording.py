@@ -436,11 +436,14 @@ def _data_dependence(func: Any, location: Location) -> tuple[str, Location, str]
     """Return what to say of an op whose results' shapes depend on the data."""
     packet = getattr(func, "overloadpacket", None)
     what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
+    return f"{func} {what}", location, caller_advice(location) or advice
+
+
+def caller_advice(location: Location) -> str | None:
+    """Return what to do where the code of a library makes a call that is refused; else None."""
     if _is_in_torchmetrics(location):
-        advice = _METRIC_ADVICE
-    elif _is_in_adaptive_softmax(sys._getframe(1)):
-        advice = _CLUSTER_ADVICE
-    return f"{func} {what}", location, advice
+        return _METRIC_ADVICE
+    return _CLUSTER_ADVICE if _is_in_adaptive_softmax(sys._getframe(1)) else None
 
 
 def _is_in_adaptive_softmax(frame: FrameType | None) -> bool:

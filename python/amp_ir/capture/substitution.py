@@ -26,7 +26,8 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedC
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator
-from amp_ir.capture.selected_rows import selected
+from amp_ir.capture.mask_indices import select_by_mask
+from amp_ir.capture.recording import caller_advice
 from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.capture.transaction import Transaction
@@ -101,15 +102,15 @@ class Substitution(TorchFunctionMode):
             if any(args[1:]):
                 return self._text_of_number(*args)
             self.shown_at[self._locator.here()] = None
-        elif func in _DROPOUT:
-            return _dropout(*args, **kwargs)
         recurrent = layers_of(func, args, kwargs) or cell_of(func, args, kwargs)
         if recurrent is not None:
             return recurrent()
         try:
             return self._called(func, args, kwargs)
         except UnsupportedCall as unsupported:
-            self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
+            place = self._locator.here()
+            advice = caller_advice(place) or unsupported.advice
+            self._diagnostics.add(unsupported.what, place, advice)
             raise TracingStopped from unsupported
 
     def _values_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,16 +120,25 @@ class Substitution(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _DROPOUT:
+            return _dropout(*args, **kwargs)
         if func in _TAKES_VALUES and not isinstance(args[0], (FakeTensor, PackedPart)):
             return self._values_of(func, args, kwargs)
-        if not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args)):
-            if any(type(one) is ChosenRow for one in args):
-                return call_with_rows(func, args, kwargs, self._called)
+        is_packed = not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args))
+        if is_packed and any(type(one) is ChosenRow for one in args):
+            return call_with_rows(func, args, kwargs, self._called)
+        selected = select_by_mask(func, args, kwargs)
+        if selected is not NotImplemented:
+            return selected
+        if is_packed:
+            args, kwargs = self._with_special_numbers(func, args, kwargs)
             return PackedPart.__torch_function__(func, (), args, kwargs)
-        part = _part(args) if func is _GET_ITEM else None
-        return self._computed(func, args, kwargs) if part is None else part
+        row = chosen(args) if func is _GET_ITEM else None
+        return self._computed(func, args, kwargs) if row is None else row
 
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_special_numbers(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if func in _COMPUTES_WITH_NUMBERS and holds_symbol((args, kwargs)):
             raise UnsupportedCall(
                 f"gives a hyper-parameter of an optimizer to {func.__name__}, which computes with "
@@ -136,7 +146,10 @@ class Substitution(TorchFunctionMode):
                 "Make a tensor by torch.full((), number) and compute with that, or pass the number "
                 "to the step as an argument",
             )
-        args, kwargs = guard_special_numbers(func, args, kwargs)
+        return guard_special_numbers(func, args, kwargs)
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._with_special_numbers(func, args, kwargs)
         check_arguments(func, args, kwargs)
         if assigned(func, args):
             return None
@@ -193,12 +206,6 @@ class Substitution(TorchFunctionMode):
             return tensor.detach()
         self._diagnostics.add(what, self._locator.here(), advice)
         return tensor.detach()
-
-
-def _part(args: tuple[Any, ...]) -> PackedPart | None:
-    """Return what stands for elements that the data choose; None where x[...] is a plain view."""
-    rows = selected(args)
-    return chosen(args) if rows is None else rows
 
 
 def _is_packed(value: object) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from amp_ir.capture.chosen_rows import ChosenRow
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
@@ -48,7 +48,6 @@ from amp_ir.capture.guards.places import (
 )
 from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
 from amp_ir.capture.later_number import LaterNumber
-from amp_ir.capture.selected_rows import SelectedRows
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.errors import CaptureError
 from amp_ir.host.held_values import SEQUENCES, each_held, held_by
@@ -365,10 +364,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         for one in each_held(value, lambda one: isinstance(one, kinds)):
             if isinstance(one, FakeTensor):
                 yield one
-            elif isinstance(one, SelectedRows):
-                yield one.whole
-            elif isinstance(one, ChosenRow):
-                yield one.viewed
+            elif isinstance(one, PackedPart):
+                yield from one.held()
 
 
 def _holds_result(value: Any) -> bool:
