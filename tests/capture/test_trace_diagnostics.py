@@ -143,8 +143,8 @@ IN_A_LINE = [
         "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Pass its "
         "module in model=[...], register it as a buffer of the model, pass its optimizer in "
         "optimizer=, or update it after the step. Tensors of a dict or list may be in a "
-        "torch.nn.ParameterDict or ParameterList, averages of parameters in a "
-        "torch.optim.swa_utils.AveragedModel, in model=[...]",
+        "torch.nn.ParameterDict or ParameterList, averages of parameters in copy.deepcopy(model) "
+        "or a torch.optim.swa_utils.AveragedModel, in model=[...]",
     ),
     (
         write_batch,

@@ -60,6 +60,10 @@ _PLACE_ADVICE = (
     "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
     "places from k on"
 )
+_SELECTION_ADVICE = (
+    "An if around a selection by this mask may go: of no rows a[mask] = f(b[mask]) changes nothing "
+    "(and the parameters of f have gradients of 0, where they had none)"
+)
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
     "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
@@ -298,6 +302,7 @@ class Recorder(TorchDispatchMode):
         parts = [
             (_PACKED_ADVICE, self._takes_packed),
             (_PLACE_ADVICE, is_place),
+            (_SELECTION_ADVICE, _is_any(tensor)),
             (_READ_ADVICE, True),
         ]
         return text, location, ". ".join(part for part, is_said in parts if is_said)
@@ -333,7 +338,8 @@ class Recorder(TorchDispatchMode):
                     "Pass its module in model=[...], register it as a buffer of the model, pass "
                     "its optimizer in optimizer=, or update it after the step. Tensors of a dict "
                     "or list may be in a torch.nn.ParameterDict or ParameterList, averages of "
-                    "parameters in a torch.optim.swa_utils.AveragedModel, in model=[...]"
+                    "parameters in copy.deepcopy(model) or a torch.optim.swa_utils.AveragedModel, "
+                    "in model=[...]"
                 )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"
@@ -367,6 +373,13 @@ def _storage(tensor: torch.Tensor) -> int:
 def _is_known(tensor: torch.Tensor) -> bool:
     """Return whether the value is a constant of the step (of torch.tensor, or not traced)."""
     return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+def _is_any(tensor: torch.Tensor) -> bool:
+    """Return whether a value tells whether a mask selects anything."""
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return slot is not None and slot.proxy.node.target is aten.any.default
 
 
 def _checked_by_op(info: torch.Tensor) -> bool:

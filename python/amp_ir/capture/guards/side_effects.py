@@ -80,6 +80,11 @@ _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
     "as what a forward hook keeps, it may drop before it ends (kept.clear())"
 )
+_UPDATE = (
+    "Write what each call updates in place, into a module of model=[...]: averages of parameters "
+    "into average = copy.deepcopy(model), other tensors into a torch.nn.ParameterDict "
+    "(kept[k].copy_(value)). Or return what is new, and assign it after the call"
+)
 
 
 @attrs.define(eq=False)
@@ -261,7 +266,7 @@ class SideEffects:
     ) -> None:
         """Report changes of containers; entries that are places are reported as places."""
         changed = [
-            (key, now)
+            (key, now, before)
             for key, now, before in _differences(contents)
             if (id(contents.target), key) not in reported
             and id(now) not in self.put
@@ -270,12 +275,14 @@ class SideEffects:
         ]
         if not changed:
             return
-        kept = [now for _, now in changed if _holds_result(now)]
+        kept = [(now, before) for _, now, before in changed if _holds_result(now)]
         kind = type(contents.target).__name__
         if kept:
-            diagnostics.add(*_kept(f"{contents.name()} (a {kind})", kept[0], contents.line))
+            what, place, advice = _kept(f"{contents.name()} (a {kind})", kept[0][0], contents.line)
+            updates = all(_are_alike(now, before) for now, before in kept)
+            diagnostics.add(what, place, _UPDATE if updates else advice)
             return
-        keys = ", ".join(repr(key) for key, _ in changed[:3])
+        keys = ", ".join(repr(key) for key, *_ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
         said = what, _at(contents.line), _MOVE
         now = as_now(contents.now(), self.observer.objects.contents)
@@ -339,6 +346,12 @@ def _kept(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, st
         f"keeps a tensor of shape {tuple(tensor.shape)} in {name}, where a compiled step puts none"
     )
     return what, _at(line), _RETURN
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether both are tensors of one shape, so that one is written into the other."""
+    are_tensors = isinstance(one, FakeTensor) and isinstance(other, torch.Tensor)
+    return are_tensors and one.shape == other.shape
 
 
 def _kept_number(name: str, line: tuple[str, int]) -> tuple[str, Location, str]:
