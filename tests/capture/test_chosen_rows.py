@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,9 +108,56 @@ def many_uses(m: Queue, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([*parts, near.sum(), row.new_tensor(float(row.shape[0] + row.dim()))])
 
 
+class Doubled(torch.autograd.Function):
+    """A function with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+def own_function(m: Queue, x: torch.Tensor) -> torch.Tensor:
+    return Doubled.apply(m.layer(x)[m.at - 1])
+
+
+def confusion(m: Queue, x: torch.Tensor) -> torch.Tensor:
+    """Count pairs, one after the other: what comes twice counts twice."""
+    guesses = m.layer(x).argmax(1)
+    for label, guess in zip([m.at, m.at, *(m.at + 1 - guesses[:2])], guesses, strict=True):
+        m.rows[label, guess] += 1
+    return m.rows.clone()
+
+
+def pairs_at_once(m: Queue, x: torch.Tensor) -> torch.Tensor:
+    """Write through tensors with an axis: what comes twice counts once."""
+    m.rows[m.at.expand(4), x.argmax(1)] += 1
+    return m.rows.clone()
+
+
+def several_places(m: Queue, x: torch.Tensor) -> torch.Tensor:
+    y, j = torch.stack([m.layer(x), x * 2, x]), x[0].argmax()
+    y[m.at - 1, :, j] = x[:, 0]
+    y[m.at, 1, j - 4] *= 3
+    y[..., m.at, None, j.int()] += y[0, m.at, j].clone()
+    return torch.stack([y[m.at, 1:, j].sum(), y[m.at, -1, m.at], y[m.at, m.at].sum(), y.sum()])
+
+
+def places_that_change(m: Queue, x: torch.Tensor) -> torch.Tensor:
+    element = m.rows[m.at, m.at]
+    m.at.sub_(1)
+    element.mul_(2).add_(x[0, 0])
+    m.rows += 1
+    return torch.stack([element, element.detach() + 1, m.rows.sum()])
+
+
 STEPS: list[Step] = [
     ring, column, beside_others, with_gradients, moved_on_after, read_as_advised, in_place,
-    a_column, counts, changed_after, moved, many_uses,
+    a_column, counts, changed_after, moved, many_uses, confusion, pairs_at_once, several_places,
+    places_that_change, own_function,
 ]  # fmt: skip
 
 
@@ -164,6 +212,20 @@ def data(m: Queue, x: torch.Tensor) -> torch.Tensor:
 def several(m: Queue, x: torch.Tensor) -> torch.Tensor:
     torch._foreach_add_([m.rows[m.at]], 1.0)
     return m.rows.clone()
+
+
+def test_a_view_of_an_element_is_refused() -> None:
+    model = Queue()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model.layer(x)[model.at, model.at].view(1)
+
+    with pytest.raises(CaptureError) as caught:
+        amp_ir.jit(step, model=model)(torch.ones(4, 4))
+    assert str(caught.value).endswith(
+        ": views x[k], where k is a tensor without axes, which is a view that the number in k "
+        "decides. Take a copy: x[i, k].clone()"
+    )
 
 
 @pytest.mark.parametrize(

@@ -677,7 +677,8 @@ WRITES = (
     "writes to a tensor outside of the model and the optimizer. Pass its module in model=[...], "
     "register it as a buffer of the model, pass its optimizer in optimizer=, or update it after "
     "the step. Tensors of a dict or list may be in a torch.nn.ParameterDict or ParameterList, "
-    "averages of parameters in a torch.optim.swa_utils.AveragedModel, in model=[...]"
+    "averages of parameters in copy.deepcopy(model) or a torch.optim.swa_utils.AveragedModel, in "
+    "model=[...]"
 )
 PASS = (
     "which a compiled step would not do. Use it outside of the step, and pass what it gives as an "

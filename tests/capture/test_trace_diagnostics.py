@@ -128,7 +128,14 @@ IN_A_LINE = [
         "aten.bincount.default makes a shape or a branch depend on the data. Count into a tensor "
         "of fixed size: torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))",
     ),
-    (select, f"aten.nonzero.default makes a shape or a branch depend on the data. {FIXED}"),
+    (
+        select,
+        "calls median on what a mask selects, x[mask], whose number of rows the data decide. A "
+        "compiled step has fixed shapes. What computes each row, or element, by itself works: "
+        "arithmetic, activations, Linear, LayerNorm, dropout, softmax along a row; so do assigning "
+        "by the same mask, sums, means and losses. For all else compute on all rows, and choose by "
+        "torch.where(mask, a, b)",
+    ),
     (compare, f"aten.equal.default makes a shape or a branch depend on the data. {FIXED}"),
     (loop, f"{READS}. {KEEP}"),
     (
@@ -136,8 +143,8 @@ IN_A_LINE = [
         "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Pass its "
         "module in model=[...], register it as a buffer of the model, pass its optimizer in "
         "optimizer=, or update it after the step. Tensors of a dict or list may be in a "
-        "torch.nn.ParameterDict or ParameterList, averages of parameters in a "
-        "torch.optim.swa_utils.AveragedModel, in model=[...]",
+        "torch.nn.ParameterDict or ParameterList, averages of parameters in copy.deepcopy(model) "
+        "or a torch.optim.swa_utils.AveragedModel, in model=[...]",
     ),
     (
         write_batch,

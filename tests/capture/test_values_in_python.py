@@ -302,3 +302,28 @@ def random_mask(_run: Run, _loss: Any, x: Any, _y: Any) -> None:
 def test_values_of_random_numbers_are_not_constants() -> None:
     with pytest.raises(CaptureError, match="a tensor's value is read in Python"):
         Run(random_mask).jitted()(X, Y)
+
+
+def numbers_as_tensors(_run: Run, loss: Any, x: Any, y: Any) -> Any:
+    """Make tensors of numbers that the step computes, and of ones that it is told."""
+    size, count = x.sum().item(), (y > 0).sum().item()
+    made = torch.tensor([size, 1.5, float(len(y))])
+    counts = torch.tensor([[count, 2], [len(y), -count]])
+    wide = torch.tensor(size, dtype=torch.float64)
+    wide += 1
+    either = torch.tensor([count, 0.5]), torch.as_tensor([(y > 0).any().item(), False])
+    learned = torch.tensor([size, count], requires_grad=True)
+    (slope,) = torch.autograd.grad(learned.prod(), learned)
+    loss = loss + (made * torch.tensor([loss.detach(), size, 1.0])).sum()
+    return loss.detach(), made, counts, wide, *either, slope, torch.tensor(count), size
+
+
+def test_tensors_of_numbers_that_a_step_computes() -> None:
+    run, eager = Run(numbers_as_tensors), Run(numbers_as_tensors)
+    train = run.jitted()
+    for k in range(3):
+        found, expected = train(X + k, Y), eager.step(X + k, Y)
+        torch.testing.assert_close(found, expected, **TIGHT)
+        assert [getattr(one, "dtype", None) for one in found] == [
+            getattr(one, "dtype", None) for one in expected
+        ]

@@ -143,7 +143,9 @@ IDS, LENGTHS = torch.arange(12).reshape(2, 6) % 9, torch.tensor([6, 4])
 
 def test_lengths_as_a_list_are_passed_as_they_are() -> None:
     model = Tagger()
-    refused = amp_ir.jit(lambda ids, n: model(ids, n.tolist()), model=model)
+    refused = amp_ir.jit(
+        lambda ids, n: model(ids, torch.asarray(n.tolist(), dtype=torch.int64)), model=model
+    )
     with pytest.raises(CaptureError) as told:
         refused(IDS, LENGTHS)
     text = str(told.value)
@@ -157,6 +159,10 @@ def test_lengths_as_a_list_are_passed_as_they_are() -> None:
     compiled = amp_ir.jit(model, model=model)
     torch.testing.assert_close(compiled(IDS, LENGTHS), wanted)
     torch.testing.assert_close(compiled(IDS, LENGTHS.tolist()), wanted)
+    listed = amp_ir.jit(lambda ids, n: model(ids, n.tolist()), model=model)
+    for lengths in (LENGTHS, LENGTHS.flip(0), torch.tensor([6, 1])):
+        torch.testing.assert_close(listed(IDS, lengths), model(IDS, lengths))
+    assert not listed.recompiles
 
 
 def test_rows_are_packed_inside_of_the_step() -> None:

@@ -6,6 +6,7 @@ Each kind of refusal has a page in docs/refused too, whose programs tests/test_r
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Callable
@@ -39,6 +40,8 @@ class Setting:
         self.model.register_buffer("queue", torch.zeros(5, 3))
         self.averages = {"weight": torch.zeros(3, 4)}
         self.average = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(3, 4), False)})
+        self.copied = {name: one.clone() for name, one in self.model.state_dict().items()}
+        self.copy = copy.deepcopy(self.model)
         self.kept: list[torch.Tensor] = []
         self.calls = 0
 
@@ -75,6 +78,40 @@ def write_outside(s: Setting, x: torch.Tensor) -> Any:
 def write_buffer(s: Setting, x: torch.Tensor) -> Any:
     s.model.seen.add_(s.model(x).detach().mean(0))
     return s.train(s.loss(x))
+
+
+def replaces_averages(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.train(s.loss(x))
+    for name, value in s.model.state_dict().items():
+        s.copied[name] = 0.75 * s.copied[name] + 0.25 * value
+    return loss, s.copied["weight"].clone()
+
+
+def updates_copy(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.train(s.loss(x))
+    with torch.no_grad():
+        for average, value in zip(s.copy.parameters(), s.model.parameters(), strict=True):
+            average.mul_(0.75).add_(value, alpha=0.25)
+    return loss, s.copy.weight.clone()
+
+
+def returns_averages(s: Setting, x: torch.Tensor) -> Any:
+    loss = s.train(s.loss(x))
+    state = s.model.state_dict()
+    return loss, {name: 0.75 * s.copied[name] + 0.25 * value for name, value in state.items()}
+
+
+def selects_if_any(s: Setting, x: torch.Tensor) -> Any:
+    y, mask = x * 1, x[:, 0] > 0
+    if mask.any():
+        y[mask] = x[mask].tanh()
+    return s.train(s.loss(y))
+
+
+def selects(s: Setting, x: torch.Tensor) -> Any:
+    y, mask = x * 1, x[:, 0] > 0
+    y[mask] = x[mask].tanh()
+    return s.train(s.loss(y))
 
 
 def averaged(s: Setting, x: torch.Tensor, averages: Any) -> Any:
@@ -309,6 +346,17 @@ HINTS = {
         lambda s, x: averaged(s, x, s.average),
         models=("model", "average"),
     ),
+    "averages in a dict": Hint(
+        replaces_averages, "averages of parameters into average = copy.deepcopy(model)",
+        updates_copy, models=("model", "copy"),
+    ),
+    "averages that are returned": Hint(
+        replaces_averages, "Or return what is new, and assign it after the call", returns_averages,
+        after=lambda s, result: s.copied.update(result[1]),
+    ),
+    "a selection of no rows": Hint(
+        selects_if_any, "An if around a selection by this mask may go", selects
+    ),
     "a place": Hint(
         read_place,
         "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for",
@@ -317,7 +365,9 @@ HINTS = {
     "a step that is skipped": Hint(
         skips, "A check of tensors that raises (if not torch.isfinite(loss): raise ...)", raises
     ),
-    "a selection": Hint(select, "multiply by the mask or use torch.where", mask),
+    "a selection": Hint(
+        select, "compute on all rows, and choose by torch.where(mask, a, b)", mask
+    ),
     "bincount": Hint(bincount, "torch.zeros(n).index_add(0, ids, torch.ones(len(ids)))", index_add),
     "lstsq": Hint(lstsq, "Use torch.linalg.pinv(a) @ b", pinv),
     "a result": Hint(returns_module, "Return tensors and plain values in tuples", returns_dict),

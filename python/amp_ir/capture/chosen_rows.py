@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`x[k]` where `k` is an integer tensor without axes, such as the position of a queue.
 
-PyTorch reads the number and makes a view. A compiled step looks the row up, at each use.
+PyTorch reads the number and makes a view. A compiled step looks the row up, at each use. So it does
+for several such tensors: `counts[label, guess] += 1`.
 """
 
 from __future__ import annotations
@@ -29,41 +30,61 @@ _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 class ChosenRow(PackedPart):
     """Stands for x[k], in PyTorch a view: read where it is used, and written where it is changed.
 
-    `viewed` is x with what stands beside k in the index; `axis` is that of k in it.
+    `viewed` is x with what stands beside k in the index; `axes` are those of such tensors in it.
     """
 
     part = "x[k], where k is a tensor without axes,"
     viewed: torch.Tensor
-    axis: int
-    place: torch.Tensor
+    axes: tuple[int, ...]
+    places: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, viewed: torch.Tensor, axis: int, place: torch.Tensor) -> ChosenRow:
-        """Return the row at `place` int[], as that is now."""
+    def of(
+        cls, viewed: torch.Tensor, axes: tuple[int, ...], places: tuple[torch.Tensor, ...]
+    ) -> ChosenRow:
+        """Return the row at `places`, int[] for each axis, as they are now."""
         made: ChosenRow = cls.stand_in(cls, viewed.dtype, viewed.device)
-        made.viewed, made.axis, made.place = viewed, axis, _copy(place)
+        made.viewed, made.axes = viewed, axes
+        made.places = tuple(one.reshape(1).long().clone() for one in places)
         return made
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Return x."""
+        return (self.viewed,)
 
     def read(self) -> torch.Tensor:
         """Return a copy of the elements that x has now."""
-        return self.viewed[_index(self.axis, self.place)].squeeze(self.axis)
+        view, index, axis = _indexed(self.viewed, self.axes, self.places)
+        return view[index].squeeze(axis)
 
     def write(self, row: torch.Tensor) -> None:
         """Put elements into x."""
-        self.viewed[_index(self.axis, self.place)] = row.unsqueeze(self.axis)
+        view, index, axis = _indexed(self.viewed, self.axes, self.places)
+        view[index] = row.unsqueeze(axis)
 
     def answer_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that reads rows in its arguments, or changes this one."""
         return call_with_rows(func, args, kwargs, lambda *given: given[0](*given[1], **given[2]))
 
 
-def _copy(place: torch.Tensor) -> torch.Tensor:
-    """Return the place as it is now: PyTorch reads the number, and the step may move k on."""
-    return place.reshape(1).long().clone()
+def as_tensors(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a torch.autograd.Function, whose graph begins at real tensors.
+
+    Rows are copies; other parts refuse the call, as all that they do not know.
+    """
+    for one in args:
+        if isinstance(one, PackedPart) and type(one) is not ChosenRow:
+            torch.overrides.handle_torch_function(function.forward, (one,), one)
+    return tuple(one.read() if type(one) is ChosenRow else one for one in args)
 
 
-def _index(axis: int, place: torch.Tensor) -> Any:
-    return (*[slice(None)] * axis, place)
+def _indexed(
+    viewed: torch.Tensor, axes: tuple[int, ...], places: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, Any, int]:
+    """Return a view, its index that takes one element along the axes, and where that is."""
+    if len(axes) == 1:
+        return viewed, (*[slice(None)] * axes[0], *places), axes[0]
+    return viewed.movedim(axes, tuple(range(len(axes)))), places, 0
 
 
 _Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -78,7 +99,7 @@ def call_with_rows(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     rows = [one for one in pytree.tree_leaves((args, kwargs)) if type(one) is ChosenRow]
     target = args[0] if args and args[0] is rows[0] else None
     if func is torch.Tensor.detach and target is not None:
-        return ChosenRow.of(target.viewed.detach(), target.axis, target.place)
+        return ChosenRow.of(target.viewed.detach(), target.axes, target.places)
     name = getattr(func, "__name__", "")
     is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.startswith("__"))
     if name == "__set__" or (is_in_place and args and not isinstance(args[0], torch.Tensor)):
@@ -106,10 +127,12 @@ def call_with_rows(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 
 def _refusal(what: str, row: ChosenRow) -> UnsupportedCall:
+    axis = row.axes[0]
+    copy = f"x.index_select({axis}, k.reshape(1)).squeeze({axis})"
     return UnsupportedCall(
         f"{what} x[k], where k is a tensor without axes, which is a view that the number in k "
         "decides",
-        f"Take a copy: x.index_select({row.axis}, k.reshape(1)).squeeze({row.axis})",
+        f"Take a copy: {copy if len(row.axes) == 1 else 'x[i, k].clone()'}",
     )
 
 
@@ -128,41 +151,45 @@ def assigned(func: Any, args: tuple[Any, ...]) -> bool:
     found = _found(args)
     if found is None:
         return False
-    viewed, axis, place = found
+    row = ChosenRow.of(*found)
     value = args[2]
     if isinstance(value, torch.Tensor):
-        shape = (*viewed.shape[:axis], *viewed.shape[axis + 1 :])
+        shape = [n for axis, n in enumerate(row.viewed.shape) if axis not in row.axes]
         while value.ndim > len(shape) and value.shape[0] == 1:
             value = value[0]
-        value = value.expand(shape).unsqueeze(axis).to(viewed.dtype)
-    viewed[_index(axis, _copy(place))] = value
+        row.write(value.expand(shape).to(row.viewed.dtype))
+    else:
+        view, index, _ = _indexed(row.viewed, row.axes, row.places)
+        view[index] = value
     return True
 
 
-def _found(args: tuple[Any, ...]) -> tuple[torch.Tensor, int, torch.Tensor] | None:
-    """Return x without the index k, the axis of k, and k; None where no index is such a tensor."""
+_Chosen = tuple[torch.Tensor, tuple[int, ...], tuple[torch.Tensor, ...]]
+
+
+def _found(args: tuple[Any, ...]) -> _Chosen | None:
+    """Return x without such indices, their axes, and they; None where an index has none."""
     x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    at = _place_of_tensor(index)
-    if at is None:
+    places = _places_of_tensors(index)
+    if not places:
         return None
-    viewed = x[(*index[:at], slice(None), *index[at + 1 :])]
-    return viewed, _axis(index, at, x.ndim), index[at]
+    viewed = x[tuple(slice(None) if at in places else one for at, one in enumerate(index))]
+    axes = tuple(_axis(index, at, x.ndim) for at in places)
+    return viewed, axes, tuple(index[at] for at in places)
 
 
-def _place_of_tensor(index: tuple[Any, ...]) -> int | None:
-    """Return where an index has its one tensor, whose number does not exist yet; else None."""
+def _places_of_tensors(index: tuple[Any, ...]) -> list[int]:
+    """Return where an index has tensors, if all are numbers and one does not exist yet; else []."""
     places = [at for at, one in enumerate(index) if isinstance(one, FakeTensor)]
     rest = [one for one in index if not isinstance(one, FakeTensor)]
+    tensors = [index[at] for at in places]
     is_plain = all(
         one is None or (isinstance(one, (int, slice, EllipsisType)) and not isinstance(one, bool))
         for one in rest
     )
-    if len(places) != 1 or not is_plain:
-        return None
-    one = index[places[0]]
-    if one.ndim or one.dtype not in _INTEGERS or constant_value(one) is not None:
-        return None
-    return places[0]
+    if not is_plain or any(one.ndim or one.dtype not in _INTEGERS for one in tensors):
+        return []
+    return [] if all(constant_value(one) is not None for one in tensors) else places
 
 
 def _axis(index: tuple[Any, ...], at: int, ndim: int) -> int:

@@ -60,6 +60,10 @@ _PLACE_ADVICE = (
     "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
     "places from k on"
 )
+_SELECTION_ADVICE = (
+    "An if around a selection by this mask may go: of no rows a[mask] = f(b[mask]) changes nothing "
+    "(and the parameters of f have gradients of 0, where they had none)"
+)
 _SHAPE_ADVICE = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
     "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
@@ -298,6 +302,7 @@ class Recorder(TorchDispatchMode):
         parts = [
             (_PACKED_ADVICE, self._takes_packed),
             (_PLACE_ADVICE, is_place),
+            (_SELECTION_ADVICE, _is_any(tensor)),
             (_READ_ADVICE, True),
         ]
         return text, location, ". ".join(part for part, is_said in parts if is_said)
@@ -333,7 +338,8 @@ class Recorder(TorchDispatchMode):
                     "Pass its module in model=[...], register it as a buffer of the model, pass "
                     "its optimizer in optimizer=, or update it after the step. Tensors of a dict "
                     "or list may be in a torch.nn.ParameterDict or ParameterList, averages of "
-                    "parameters in a torch.optim.swa_utils.AveragedModel, in model=[...]"
+                    "parameters in copy.deepcopy(model) or a torch.optim.swa_utils.AveragedModel, "
+                    "in model=[...]"
                 )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"
@@ -367,6 +373,13 @@ def _storage(tensor: torch.Tensor) -> int:
 def _is_known(tensor: torch.Tensor) -> bool:
     """Return whether the value is a constant of the step (of torch.tensor, or not traced)."""
     return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+def _is_any(tensor: torch.Tensor) -> bool:
+    """Return whether a value tells whether a mask selects anything."""
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return slot is not None and slot.proxy.node.target is aten.any.default
 
 
 def _checked_by_op(info: torch.Tensor) -> bool:
@@ -436,11 +449,14 @@ def _data_dependence(func: Any, location: Location) -> tuple[str, Location, str]
     """Return what to say of an op whose results' shapes depend on the data."""
     packet = getattr(func, "overloadpacket", None)
     what, advice = _OF_OPS.get(packet, (_VALUES, _SHAPE_ADVICE))
+    return f"{func} {what}", location, caller_advice(location) or advice
+
+
+def caller_advice(location: Location) -> str | None:
+    """Return what to do where the code of a library makes a call that is refused; else None."""
     if _is_in_torchmetrics(location):
-        advice = _METRIC_ADVICE
-    elif _is_in_adaptive_softmax(sys._getframe(1)):
-        advice = _CLUSTER_ADVICE
-    return f"{func} {what}", location, advice
+        return _METRIC_ADVICE
+    return _CLUSTER_ADVICE if _is_in_adaptive_softmax(sys._getframe(1)) else None
 
 
 def _is_in_adaptive_softmax(frame: FrameType | None) -> bool:

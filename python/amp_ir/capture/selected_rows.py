@@ -4,6 +4,7 @@
 `a[m] = 2 * b[m]` is a choice between the elements of two tensors, and `loss[m].mean()` a quotient
 of sums. What a mask selects is kept as the whole tensor and the mask: arithmetic is done on all
 elements, and what leaves chooses the selected ones, so that no others have a gradient, NaN or not.
+Layers compute each row by itself, those that are not selected of ones (row_calls.py).
 """
 
 from __future__ import annotations
@@ -14,253 +15,288 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from amp_ir.capture.constant_values import constant_value
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import UnsupportedCall
+from amp_ir.capture.row_calls import ELEMENTWISE, call_by_row, inner_axis, inner_index, is_filled
+from amp_ir.capture.selections import Selection
 
-_SET = torch.Tensor.__setitem__
-_ELEMENTWISE = frozenset(
-    "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv truediv rtruediv "
-    "itruediv divide true_divide pow rpow ipow neg negative abs exp expm1 log log1p log2 sqrt "
-    "rsqrt square reciprocal sigmoid tanh relu gelu silu softplus logsigmoid leaky_relu elu "
-    "sin cos erf sign clamp clip clamp_min clamp_max minimum maximum detach float double half "
-    "bfloat16 eq ne lt le gt ge logical_and logical_or logical_not invert and or".split()
-)
+_GET = torch.Tensor.__getitem__
+_READS = frozenset({"__bool__", "__int__", "__float__", "__complex__", "__index__", "__len__"})
 _IN_PLACE = frozenset("iadd isub imul itruediv ipow".split())
 _LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 )  # fmt: skip
 _TENSOR: Any = torch.Tensor
-_KINDS = (_TENSOR.dtype.__get__, _TENSOR.device.__get__)
+_KINDS = tuple(
+    getattr(_TENSOR, name).__get__ for name in ("dtype", "device", "requires_grad", "is_cuda")
+)
+_SHAPE, _NDIM = _TENSOR.shape.__get__, _TENSOR.ndim.__get__
 _OLD_OPTIONS = frozenset({"reduce", "size_average"})
 # In the place of what is not selected: few functions, and derivatives, are infinite or NaN there.
 _FILLER = 1
-
-
-def selected(args: tuple[Any, ...]) -> SelectedRows | None:
-    """Return what x[mask] selects by a mask of values that do not exist yet; else None."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    x, index = args
-    mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    if not _is_mask(mask) or x.shape[: mask.ndim] != mask.shape:
-        return None
-    filled = torch.where(_beside(mask, x), x, torch.full((), _FILLER, dtype=x.dtype))
-    return SelectedRows.of(filled, mask, x)
-
-
-def _is_mask(mask: Any) -> bool:
-    return (
-        type(mask) is FakeTensor
-        and mask.dtype is torch.bool
-        and mask.ndim > 0
-        and mask.constant is None
-        and constant_value(mask) is None
-    )
-
-
-def _version(mask: torch.Tensor) -> int:
-    return 0 if mask.is_inference() else mask._version
-
-
-def _beside(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the first axes with axes of one element for the others of `x`."""
-    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+_ADVICE = (
+    "What computes each row, or element, by itself works: arithmetic, activations, Linear, "
+    "LayerNorm, dropout, softmax along a row; so do assigning by the same mask, sums, means and "
+    "losses. For all else compute on all rows, and choose by torch.where(mask, a, b)"
+)
+_LOOP_ADVICE = (
+    "Loop over all, for e in range(n): a selection of no rows changes nothing, and what is "
+    "computed of it has gradients of 0"
+)
+_COUNT_ADVICE = (
+    "The number is mask.sum(), a tensor. A selection of no rows needs no if: without it, what is "
+    "computed of no rows has gradients of 0"
+)
 
 
 class SelectedRows(PackedPart):
-    """Stands for x[mask], f[count, *rest]: `whole` f[*mask.shape, *rest] and the mask."""
+    """Stands for x[mask], f[count, *rest]: `whole` f[*extents, *rest] and the selection.
+
+    An extent is that of the mask, or 1 where all along this axis of the mask are equal.
+    """
 
     part = "what a mask selects, x[mask]"
     whole: torch.Tensor
-    mask: torch.Tensor
-    source: torch.Tensor
-    version: int
+    selection: Selection
 
     @classmethod
-    def of(cls, whole: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> SelectedRows:
+    def of(cls, whole: torch.Tensor, selection: Selection) -> SelectedRows:
         """Return the stand-in of these values."""
         made: SelectedRows = cls.stand_in(cls, whole.dtype, whole.device)
-        made.whole, made.mask, made.source = whole, mask, source
-        made.version = _version(mask)
+        made.whole, made.selection = whole, selection
         return made
+
+    @classmethod
+    def taken(cls, x: torch.Tensor, selection: Selection) -> SelectedRows:
+        """Return what is selected of x f[*extents, *rest], a copy."""
+        return cls.of(_filled(x, selection, _FILLER), selection)
+
+    @property
+    def rest(self) -> int:
+        """Return the number of axes of a row."""
+        return self.whole.ndim - self.selection.ndim
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Return the elements and the mask."""
+        return self.whole, self.selection.kept
+
+    def expanded(self) -> torch.Tensor:
+        """Return the elements f[*mask.shape, *rest]."""
+        return self.whole.expand(*self.selection.shape, *self.whole.shape[self.selection.ndim :])
 
     def answer_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute what has a shape that the mask does not decide, or is selected by it, too."""
+        # PyTorch passes on options that were left out.
+        options = {key: value for key, value in kwargs.items() if value is not None}
+        answer = self._kind(func, args)
+        if answer is NotImplemented and func.__name__ not in _READS:
+            answer = self._computed(func, func.__name__.strip("_"), args, options)
+        return refuse_rows(func) if answer is NotImplemented else answer
+
+    def _kind(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Answer for what is known of the tensor without its count."""
         if func in _KINDS:
             return func(self.whole)
-        name = getattr(func, "__name__", "").strip("_")
-        # PyTorch passes on options that were left out.
-        kwargs = {key: value for key, value in kwargs.items() if value is not None}
-        answer: Any = NotImplemented
-        if func is _SET:
-            answer = self._assigned(*args)
-        elif name in _ELEMENTWISE:
-            answer = self._elementwise(func, name, args, kwargs)
-        elif func in _LOSSES:
-            answer = self._loss(func, args, kwargs)
-        elif func in (F.cross_entropy, F.nll_loss):
-            answer = self._class_loss(func, args, kwargs)
-        elif name in ("sum", "mean") and len(args) == 1 and not kwargs:
-            answer = self._sum() if name == "sum" else self._mean()
-        return self._refused() if answer is NotImplemented else answer
+        if func in (_TENSOR.dim, _NDIM):
+            return 1 + self.rest
+        if func == _SHAPE:
+            return _Shape(self)
+        if func is _TENSOR.size and len(args) == 2:
+            return self.extent(args[1])
+        return NotImplemented
 
-    def _refused(self) -> Any:
-        """Call PyTorch's own op, which is refused with the place and what to do."""
-        with torch._C.DisableTorchFunction():
-            return self.source[self.mask]
+    def extent(self, axis: Any) -> Any:
+        """Return an extent of a row; that of the count is refused."""
+        inner = inner_axis(axis, self.rest)
+        return refuse_rows(_TENSOR.size) if inner is None else self.whole.shape[inner]
+
+    def _computed(
+        self, func: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        if name in ELEMENTWISE:
+            return self._elementwise(func, name, args, options)
+        if func in _LOSSES:
+            return self._loss(func, args, options)
+        if func in (F.cross_entropy, F.nll_loss):
+            return self._class_loss(func, args, options)
+        if name == "cat":
+            return self._joined(*args, **options)
+        if not args or args[0] is not self or any(map(_is_part, (*args[1:], *options.values()))):
+            return NotImplemented
+        if name in ("sum", "mean") and (len(args) == 1 or args[1:] == (0,)):
+            return self._over_rows(name, args, options)
+        if name in ("dropout", "native_dropout"):
+            return self._dropped(func, args, options)
+        if func is _GET:
+            index = inner_index(args[1], self.rest, self.selection.ndim)
+            return NotImplemented if index is None else self._with(self.whole[index])
+        return self._by_row(func, name, args[1:], options)
+
+    def _with(self, whole: torch.Tensor) -> SelectedRows:
+        return SelectedRows.of(whole, self.selection)
+
+    def _by_row(self, func: Any, name: str, others: tuple[Any, ...], options: Any) -> Any:
+        x = self.whole
+        if is_filled(name):
+            x = _filled(x, self.selection, _FILLER if x.is_floating_point() else 0)
+        out = call_by_row(func, name, self.rest, (x, *others), options)
+        if out is NotImplemented:
+            return out
+        if is_filled(name):
+            out = _filled(out, self.selection, _FILLER)
+        if not isinstance(out, tuple | list):
+            return self._with(out)
+        return type(out)([self._with(one) for one in out])
 
     def _elementwise(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, func: Any, name: str, args: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Any:
-        rest = self.whole.ndim - self.mask.ndim
+        of_rows = [one for one in args if isinstance(one, SelectedRows)]
+        # Of another rank, axes would meet others than they do in PyTorch.
+        if any(
+            not self.selection.is_alike(one.selection) or one.rest != self.rest for one in of_rows
+        ):
+            return NotImplemented
+        shape = torch.broadcast_shapes(*(one.whole.shape for one in of_rows))
+        is_in_place = name in _IN_PLACE or (name + "_" == func.__name__)
+        if any(isinstance(one, torch.Tensor) for one in options.values()) or (
+            is_in_place and (args[0] is not self or shape != self.whole.shape)
+        ):
+            return NotImplemented
         operands = []
         for one in args:
             if isinstance(one, SelectedRows):
-                # Of another rank, axes would meet others than they do in PyTorch.
-                if not self._is_alike(one) or one.whole.ndim != self.whole.ndim:
-                    return NotImplemented
                 one = one.whole
             elif isinstance(one, torch.Tensor):
-                if one.ndim > rest:
+                if one.ndim > self.rest:
                     return NotImplemented
                 if one.requires_grad:
-                    one = torch.where(_beside(self.mask, self.whole), one, one.detach())
+                    # Its gradient adds up what flows into selected elements.
+                    one = torch.where(self.selection.over(shape), one, one.detach())
             operands.append(one)
-        is_in_place = name in _IN_PLACE or (name + "_" == func.__name__)
-        if any(isinstance(one, torch.Tensor) for one in kwargs.values()) or (
-            is_in_place and args[0] is not self
-        ):
-            return NotImplemented
-        out = func(*operands, **kwargs)
-        return self if is_in_place else SelectedRows.of(out, self.mask, self.source)
+        out = func(*operands, **options)
+        return self if is_in_place else self._with(out)
 
-    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if len(args) != 2 or not _OLD_OPTIONS.isdisjoint(kwargs):
+    def _loss(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        if len(args) != 2 or not _OLD_OPTIONS.isdisjoint(options):
             return NotImplemented
-        options = dict(kwargs)
-        reduction = options.pop("reduction", "mean")
+        # Some losses refuse values, which those that are not selected may have by now.
+        args = tuple(
+            SelectedRows.taken(one.whole, one.selection) if isinstance(one, SelectedRows) else one
+            for one in args
+        )
+        reduction = options.get("reduction", "mean")
         each = self._elementwise(func, "", args, {**options, "reduction": "none"})
         if each is NotImplemented or reduction == "none":
             return each
         return each._sum() if reduction == "sum" else each._mean()
 
-    def _class_loss(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _class_loss(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """Compute the loss of all rows, of which those that are not selected are ignored."""
         if len(args) != 2 or not all(isinstance(one, SelectedRows) for one in args):
             return NotImplemented
         logits, labels = args
-        axes = self.mask.ndim
         if (
-            not logits._is_alike(labels)
-            or (logits.whole.ndim, labels.whole.ndim) != (axes + 1, axes)
+            not logits.selection.is_alike(labels.selection)
+            or (logits.rest, labels.rest) != (1, 0)
             or labels.whole.dtype != torch.int64
-            or not _OLD_OPTIONS.isdisjoint(kwargs)
+            or not _OLD_OPTIONS.isdisjoint(options)
         ):
             return NotImplemented
-        ignored = torch.full((), kwargs.get("ignore_index", -100))
-        of_rows = torch.where(self.mask, labels.whole, ignored).flatten()
-        loss = func(logits.whole.flatten(0, axes - 1), of_rows, **kwargs)
-        if kwargs.get("reduction") != "none":
+        shape, kept = self.selection.shape, self.selection.kept
+        number = options.get("ignore_index", -100)
+        ignored = torch.full((), number, device=labels.whole.device)
+        of_rows = torch.where(kept, labels.whole, ignored).flatten()
+        loss = func(logits.expanded().flatten(0, len(shape) - 1), of_rows, **options)
+        if options.get("reduction") != "none":
             return loss
-        return SelectedRows.of(loss.unflatten(0, self.mask.shape), self.mask, loss)
+        return self._with(loss.unflatten(0, shape))
+
+    def _joined(self, parts: Any, dim: Any = 0) -> Any:
+        """Join rows along one of their own axes."""
+        axis = inner_axis(dim, self.rest)
+        if axis is None or any(
+            not isinstance(one, SelectedRows)
+            or not self.selection.is_alike(one.selection)
+            or one.rest != self.rest
+            for one in parts
+        ):
+            return NotImplemented
+        return self._with(torch.cat([one.expanded() for one in parts], axis))
+
+    def _dropped(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Drop elements of each selected row by numbers of its own."""
+        if self.whole.shape == self.expanded().shape:
+            x = self.whole
+        elif options.get("inplace") or args[3:] == (True,):
+            return NotImplemented
+        else:
+            x = self.expanded()
+        out = func(x, *args[1:], **options)
+        return (self._with(out[0]), None) if isinstance(out, tuple) else self._with(out)
+
+    def _over_rows(self, name: str, args: tuple[Any, ...], options: Any) -> Any:
+        """Add up all elements, or those of all rows."""
+        if len(args) == 1 and not options:
+            return self._sum() if name == "sum" else self._mean()
+        given = {**options, **({"dim": args[1]} if len(args) > 1 else {})}
+        if type(given.get("dim")) is not int or given["dim"] != 0 or len(given) > 1:
+            return self._by_row(getattr(torch, name), name, args[1:], options)
+        axes = tuple(range(self.selection.ndim))
+        return self._sum(dim=axes) if name == "sum" else self._mean(dim=axes)
 
     def _sum(self, **options: Any) -> torch.Tensor:
-        zero = torch.zeros((), dtype=self.whole.dtype)
-        return torch.where(_beside(self.mask, self.whole), self.whole, zero).sum(**options)
+        whole = self.expanded()
+        zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
+        return torch.where(self.selection.over(whole.shape), whole, zero).sum(**options)
 
-    def _mean(self) -> Any:
+    def _mean(self, **options: Any) -> Any:
         if not self.whole.is_floating_point():
             return NotImplemented
         dtype = torch.promote_types(self.whole.dtype, torch.float32)
-        count = self.mask.sum() * math.prod(self.whole.shape[self.mask.ndim :])
-        return (self._sum(dtype=dtype) / count).to(self.whole.dtype)
-
-    def _assigned(self, x: Any, index: Any, value: Any) -> Any:
-        mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        if value is not self or isinstance(x, SelectedRows) or not _is_mask(mask):
-            return NotImplemented
-        other = SelectedRows.of(x, mask, x)
-        if not self._is_alike(other) or x.ndim != self.whole.ndim:
-            return NotImplemented
-        if x.dtype != self.whole.dtype:
-            names = (str(one).removeprefix("torch.") for one in (self.whole.dtype, x.dtype))
-            raise UnsupportedCall(
-                f"assigns {' to '.join(names)} by a mask, which PyTorch refuses too",
-                f"Cast it: b[mask].to({x.dtype})",
-            )
-        x.copy_(torch.where(_beside(mask, x), self.whole, x))
-        return None
-
-    def _is_alike(self, other: SelectedRows) -> bool:
-        """Return whether both are selected by one mask, unchanged."""
-        if self.mask is other.mask:
-            return self.version == other.version == _version(self.mask)
-        first, second = _node_of(self.mask), _node_of(other.mask)
-        if first is None or second is None or self.mask.shape != other.mask.shape:
-            return False
-        return _are_alike(first, second, depth=8) and _nothing_is_written(first, second)
+        of_each = 1 if options else math.prod(self.whole.shape[self.selection.ndim :])
+        count = self.selection.kept.sum() * of_each
+        return (self._sum(dtype=dtype, **options) / count).to(self.whole.dtype)
 
 
-def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    return None if slot is None else slot.proxy.node
+class _Shape:
+    """The shape [count, *rest]: extents of rows are numbers."""
+
+    def __init__(self, rows: SelectedRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return 1 + self._rows.rest
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return torch.Size([self[one] for one in range(len(self))[at]])
+        return self._rows.extent(at)
+
+    def __iter__(self) -> Any:
+        return refuse_rows(_TENSOR.size)
 
 
-def _are_alike(first: Any, second: Any, depth: int) -> bool:
-    """Return whether two nodes compute the same of the same."""
-    if not (isinstance(first, torch.fx.Node) and isinstance(second, torch.fx.Node)):
-        return type(first) is type(second) and bool(first == second)
-    if first is second:
-        return True
-    if depth == 0 or first.target is not second.target or first.op != "call_function":
-        return False
-    schema, tags = getattr(first.target, "_schema", None), getattr(first.target, "tags", ())
-    if schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
-        return False
-    return (
-        first.kwargs == second.kwargs
-        and len(first.args) == len(second.args)
-        and all(
-            _are_alike(one, other, depth - 1)
-            for one, other in zip(first.args, second.args, strict=True)
-        )
+def refuse_rows(func: Any) -> Any:
+    """Refuse a call that reads what a mask selects."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = func.__self__.__name__
+    counts = dict.fromkeys(("size", "numel", "nelement", "shape", "__len__"), _COUNT_ADVICE)
+    advice = {**counts, "unbind": _LOOP_ADVICE}.get(name, _ADVICE)
+    raise UnsupportedCall(
+        f"calls {name} on what a mask selects, x[mask], whose number of rows the data decide",
+        f"A compiled step has fixed shapes. {advice}",
     )
 
 
-def _nothing_is_written(first: torch.fx.Node, second: torch.fx.Node) -> bool:
-    """Return whether no op between two nodes writes to what the first one is computed from."""
-    if second < first:
-        first, second = second, first
-    read, rest = set(), [first]
-    while rest:
-        one = rest.pop()
-        if _root(one) not in read:
-            read.add(_root(one))
-            rest += one.all_input_nodes
-    node = first
-    while node is not second:
-        if any(_root(one) in read for one in _written(node)):
-            return False
-        node = node.next
-    return True
+def _filled(x: torch.Tensor, selection: Selection, filler: int) -> torch.Tensor:
+    """Return x with a number in the place of what is not selected, which has no gradient then."""
+    number = torch.full((), filler, dtype=x.dtype, device=x.device)
+    return torch.where(selection.over(x.shape), x, number)
 
 
-def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    return node.all_input_nodes if schema is not None and schema.is_mutable else []
-
-
-def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node that made the memory of a node's result: it may be a view, or written to."""
-    while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.returns or schema.returns[0].alias_info is None:
-            break
-        (node, *_) = node.all_input_nodes
-    return node
+def _is_part(value: object) -> bool:
+    return isinstance(value, PackedPart)

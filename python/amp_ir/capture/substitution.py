@@ -28,7 +28,8 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedC
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.left_values import holds_symbol
 from amp_ir.capture.locations import Locator, is_users_file
-from amp_ir.capture.selected_rows import selected
+from amp_ir.capture.mask_indices import select_by_mask
+from amp_ir.capture.recording import caller_advice
 from amp_ir.capture.special_numbers import guard_special_numbers
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
@@ -108,18 +109,15 @@ class Substitution(TorchFunctionMode):
             self.shown_at[self._locator.here()] = None
         elif func == _GET_VERSION:
             self._refuse_version(sys._getframe(1))
-        elif func in _DROPOUT:
-            return _dropout(*args, **kwargs)
-        return self._made(func, args, kwargs)
-
-    def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recurrent = layers_of(func, args, kwargs) or cell_of(func, args, kwargs)
         if recurrent is not None:
             return recurrent()
         try:
             return self._called(func, args, kwargs)
         except UnsupportedCall as unsupported:
-            self._diagnostics.add(unsupported.what, self._locator.here(), unsupported.advice)
+            place = self._locator.here()
+            advice = caller_advice(place) or unsupported.advice
+            self._diagnostics.add(unsupported.what, place, advice)
             raise TracingStopped from unsupported
 
     def _refuse_version(self, caller: FrameType) -> None:
@@ -138,16 +136,27 @@ class Substitution(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _DROPOUT:
+            return _dropout(*args, **kwargs)
+        if func is _SET_ITEM and isinstance(args[2], SymbolicFloat):
+            args = *args[:2], _tensor_of(args[2], args[0])
         if func in _TAKES_VALUES and not isinstance(args[0], (FakeTensor, PackedPart)):
             return self._values_of(func, args, kwargs)
-        if not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args)):
-            if any(type(one) is ChosenRow for one in args):
-                return call_with_rows(func, args, kwargs, self._called)
+        is_packed = not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args))
+        if is_packed and any(type(one) is ChosenRow for one in args):
+            return call_with_rows(func, args, kwargs, self._called)
+        selected = select_by_mask(func, args, kwargs)
+        if selected is not NotImplemented:
+            return selected
+        if is_packed:
+            args, kwargs = self._with_special_numbers(func, args, kwargs)
             return PackedPart.__torch_function__(func, (), args, kwargs)
-        part = _part(args) if func is _GET_ITEM else None
-        return self._computed(func, args, kwargs) if part is None else part
+        row = chosen(args) if func is _GET_ITEM else None
+        return self._computed(func, args, kwargs) if row is None else row
 
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_special_numbers(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if func in _COMPUTES_WITH_NUMBERS and holds_symbol((args, kwargs)):
             raise UnsupportedCall(
                 f"gives a hyper-parameter of an optimizer to {func.__name__}, which computes with "
@@ -155,9 +164,10 @@ class Substitution(TorchFunctionMode):
                 "Make a tensor by torch.full((), number) and compute with that, or pass the number "
                 "to the step as an argument",
             )
-        if func is _SET_ITEM and isinstance(args[2], SymbolicFloat):
-            args = *args[:2], _tensor_of(args[2], args[0])
-        args, kwargs = guard_special_numbers(func, args, kwargs)
+        return guard_special_numbers(func, args, kwargs)
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._with_special_numbers(func, args, kwargs)
         check_arguments(func, args, kwargs)
         if assigned(func, args):
             return None
@@ -219,12 +229,6 @@ class Substitution(TorchFunctionMode):
 def _tensor_of(number: SymbolicFloat, beside: torch.Tensor) -> torch.Tensor:
     """Return a tensor f[] of a number: PyTorch makes a constant of one that a mask assigns."""
     return torch.full((), number, dtype=beside.dtype, device=beside.device)
-
-
-def _part(args: tuple[Any, ...]) -> PackedPart | None:
-    """Return what stands for elements that the data choose; None where x[...] is a plain view."""
-    rows = selected(args)
-    return chosen(args) if rows is None else rows
 
 
 def _is_packed(value: object) -> bool:

@@ -89,6 +89,10 @@ class PackedPart(torch.Tensor):
         """Return one without elements."""
         return torch.Tensor._make_wrapper_subclass(cls, (0,), dtype=dtype, device=device)
 
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of the trace that a part which a mask or a place selects is of."""
+        return ()
+
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Return what `func(*args)` is; NotImplemented where that depends on the lengths."""
         return NotImplemented

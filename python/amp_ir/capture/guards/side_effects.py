@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from amp_ir.capture.chosen_rows import ChosenRow
+from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
@@ -49,7 +49,6 @@ from amp_ir.capture.guards.places import (
 )
 from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
 from amp_ir.capture.later_number import LaterNumber
-from amp_ir.capture.selected_rows import SelectedRows
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.errors import CaptureError
 from amp_ir.host.held_values import SEQUENCES, each_held, held_by
@@ -81,6 +80,11 @@ _RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
     "as what a forward hook keeps, it may drop before it ends (kept.clear())"
+)
+_UPDATE = (
+    "Write what each call updates in place, into a module of model=[...]: averages of parameters "
+    "into average = copy.deepcopy(model), other tensors into a torch.nn.ParameterDict "
+    "(kept[k].copy_(value)). Or return what is new, and assign it after the call"
 )
 
 
@@ -269,7 +273,7 @@ class SideEffects:
     ) -> None:
         """Report changes of containers; entries that are places are reported as places."""
         changed = [
-            (key, now)
+            (key, now, before)
             for key, now, before in _differences(contents)
             if (id(contents.target), key) not in reported
             and id(now) not in self.put
@@ -278,12 +282,14 @@ class SideEffects:
         ]
         if not changed:
             return
-        kept = [now for _, now in changed if _holds_result(now)]
+        kept = [(now, before) for _, now, before in changed if _holds_result(now)]
         kind = type(contents.target).__name__
         if kept:
-            diagnostics.add(*_kept(f"{contents.name()} (a {kind})", kept[0], contents.line))
+            what, place, advice = _kept(f"{contents.name()} (a {kind})", kept[0][0], contents.line)
+            updates = all(_are_alike(now, before) for now, before in kept)
+            diagnostics.add(what, place, _UPDATE if updates else advice)
             return
-        keys = ", ".join(in_words(key) for key, _ in changed[:3])
+        keys = ", ".join(in_words(key) for key, *_ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
         said = what, _at(contents.line), _MOVE
         now = as_now(contents.now(), self.observer.objects.contents)
@@ -349,6 +355,12 @@ def _kept(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, st
     return what, _at(line), _RETURN
 
 
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether both are tensors of one shape, so that one is written into the other."""
+    are_tensors = isinstance(one, FakeTensor) and isinstance(other, torch.Tensor)
+    return are_tensors and one.shape == other.shape
+
+
 def _kept_number(name: str, line: tuple[str, int]) -> tuple[str, Location, str]:
     what = f"keeps a number that it computes in {name}, where a compiled step puts none"
     return what, _at(line), _RETURN_NUMBER
@@ -372,10 +384,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         for one in each_held(value, lambda one: isinstance(one, kinds)):
             if isinstance(one, FakeTensor):
                 yield one
-            elif isinstance(one, SelectedRows):
-                yield one.whole
-            elif isinstance(one, ChosenRow):
-                yield one.viewed
+            elif isinstance(one, PackedPart):
+                yield from one.held()
 
 
 def _holds_result(value: Any) -> bool:

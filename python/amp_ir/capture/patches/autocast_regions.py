@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.chosen_rows import as_tensors
 from amp_ir.capture.patches.restores import Restores
 from amp_ir.capture.patches.thread_patches import here, patch, patch_function
 from amp_ir.ir.location import precision_of_region
@@ -49,6 +50,7 @@ def mark_autocast_regions(restores: Restores, device_types: frozenset[str]) -> N
 
 def _marked_apply(apply: Any, device_types: frozenset[str]) -> Callable[..., Any]:
     def marked(function: Any, *args: Any, **kwargs: Any) -> Any:
+        args = as_tensors(function, args)
         if not _runs_in_float32(function.forward, device_types):
             return apply.__func__(function, *args, **kwargs)
         with precision_of_region("off"):
