@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,15 +117,16 @@ print(float(abs(value - expected) / expected), torch.get_float32_matmul_precisio
 """
 
 
-@pytest.mark.parametrize("text", [STEP, LOOP], ids=["step", "loop"])
-def test_a_step_by_pytorchs_kernels_does_not_round_to_bfloat16(text: str) -> None:
+def test_a_step_by_pytorchs_kernels_does_not_round_to_bfloat16() -> None:
     """On a CPU with bfloat16 it is 7e-6 to 1e-4 off where it follows "medium"."""
-    program = "from copy import deepcopy as copy\n" + textwrap.dedent(text)
+    program = "from copy import deepcopy as copy\n" + STEP + LOOP
     environment = {**os.environ, "AMP_IR_DISABLE": "onednn"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    error, precision = done.stdout.split()
-    assert float(error) < 3e-6  # sums of 2^14 squares of sums of 2048 terms in float32
-    assert precision == "medium"
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    for error, precision in lines:
+        assert float(error) < 3e-6  # sums of 2^14 squares of sums of 2048 terms in float32
+        assert precision == "medium"

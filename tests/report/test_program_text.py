@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -121,19 +118,17 @@ def test_a_compiled_step_shows_its_stages():
     assert str(raised.value) == message
 
 
-def test_the_environment_names_a_folder_for_all_stages(tmp_path):
-    script = (
-        "import torch, amp_ir\n"
-        "model = torch.nn.Linear(4, 4)\n"
-        "def step(x):\n"
-        "    loss = model(x).sum()\n"
-        "    loss.backward()\n"
-        "    return loss\n"
-        "mod, args = amp_ir.trace_step(step, (torch.randn(2, 4),), model=model)\n"
-        "amp_ir.compile(amp_ir.autocast(mod, args, amp_dtype='bfloat16'))\n"
-    )
-    environment = {**os.environ, "AMP_IR_DUMP": str(tmp_path / "dump")}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+def test_the_environment_names_a_folder_for_all_stages(tmp_path, monkeypatch):
+    model = nn.Linear(4, 4)
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    monkeypatch.setenv("AMP_IR_DUMP", str(tmp_path / "dump"))
+    mod, args = amp_ir.trace_step(step, (torch.randn(2, 4),), model=model)
+    amp_ir.compile(amp_ir.autocast(mod, args, amp_dtype="bfloat16"))
     (folder,) = (tmp_path / "dump").iterdir()
     expected = [f"{number:02}-{name}.txt" for number, name in enumerate(STAGES)]
     assert sorted(file.name for file in folder.iterdir()) == expected

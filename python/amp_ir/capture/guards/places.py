@@ -21,7 +21,7 @@ from amp_ir.capture.patches.registered_functions import REPLACES
 from amp_ir.host.held_values import SEQUENCES
 
 CONTAINERS = (*SEQUENCES, dict, set)
-_NUMPY_PLAIN = (numpy.generic, numpy.dtype)
+_COMPARED_BY_VALUE = (*PLAIN, numpy.generic, numpy.dtype, range)
 _SHOWN = 60
 
 
@@ -189,7 +189,7 @@ def is_plain(value: object) -> bool:
     """Return whether a value is compared by value rather than by identity."""
     if isinstance(value, (tuple, frozenset)) and not hasattr(value, "_fields"):
         return all(map(is_plain, value))
-    return isinstance(value, (*PLAIN, *_NUMPY_PLAIN, range))
+    return isinstance(value, _COMPARED_BY_VALUE)
 
 
 def is_number(value: object) -> bool:
