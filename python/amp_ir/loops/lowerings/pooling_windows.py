@@ -87,12 +87,25 @@ class Adaptive(Spatial):
         width = max(-(-(w + 1) * extent // count) - w * extent // count for w in range(count))
         return cls(extent, count, width)
 
+    @property
+    def _share(self) -> int | None:
+        """Return how many elements each window has, if all have as many.
+
+        Of a division without a remainder TVM's code generator takes the remainder for another
+        variable in each place, and fails where an expression has it twice.
+        """
+        return None if self.extent % self.count else self.extent // self.count
+
     def begin(self, window: Any) -> Any:
         """Return the first element of a window."""
+        if self._share is not None:
+            return window * self._share
         return tirx.floordiv(window * self.extent, number(self.count))
 
     def end(self, window: Any) -> Any:
         """Return one past the last element of a window."""
+        if self._share is not None:
+            return (window + 1) * self._share
         return tirx.floordiv((window + 1) * self.extent + (self.count - 1), number(self.count))
 
     def element(self, window: Any, place: Any) -> tuple[Any, Any]:
@@ -110,6 +123,10 @@ class Adaptive(Spatial):
 
     def window(self, element: Any, which: Any) -> tuple[Any, Any]:
         """Count from the first window that ends after the element."""
-        window = let(tirx.floordiv(element * self.count, number(self.extent)) + which)
+        if self.count % self.extent == 0:
+            first = element * (self.count // self.extent)
+        else:
+            first = tirx.floordiv(element * self.count, number(self.extent))
+        window = let(first + which)
         begins = self.begin(window) <= element
         return window, tirx.all(window < number(self.count), begins, element < self.end(window))
