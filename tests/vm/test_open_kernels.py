@@ -315,3 +315,29 @@ def test_no_kernel_of_a_resizing_rests_on_checks_that_llvm_loses():
     assert code_of(kernels) == code_of(kernels, UNCHECKED)
     wrong = {name: forced(kernel) for name, kernel in kernels_of(planned).items()}
     assert code_of(wrong) != code_of(wrong, UNCHECKED)
+
+
+def test_rows_that_merged_kernels_compute_are_divided_as_what_is_not_negative():
+    """A convolution in float64 beside its loss: TVM lowered divisions in each other for minutes."""
+    layer = torch.nn.Conv3d(1, 4, 3, padding=1).double()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = layer(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    batch = torch.randn(2, 1, 4, 4, 4, dtype=torch.float64)
+    mod, _ = amp_ir.trace_step(step, (batch,), model=layer, optimizer=optimizer)
+    by_parameters: list[Any] = []
+
+    def note(division: Any) -> None:
+        if isinstance(division.b, tirx.Var):
+            by_parameters.append(division)
+
+    kernels = open_kernels(pipeline.lower(mod)).ir.functions.values()
+    for kernel in (one for one in kernels if isinstance(one, tirx.PrimFunc)):
+        tvm_ffi.structural_walk(kernel.body, ((tirx.FloorDiv, tirx.FloorMod), note))
+    assert not by_parameters

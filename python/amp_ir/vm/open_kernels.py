@@ -235,9 +235,14 @@ class _Opening:
         return self._is_long_in_block or not is_block
 
     def _bound(self, found: tirx.Bind, mutator: Any) -> tirx.Bind:
-        """Take a number of a row that was read as one that a loop runs to."""
+        """Take a number of a row that was read or computed as one that a loop runs to.
+
+        With its bounds: TVM lowers each division of an unknown sign to several, and one in another
+        takes a multiple of the time of that, which for five does not end.
+        """
         if found.var.name.startswith(ROW):
             self._rows.add(found.var)
+            self._analyzer.bind(found.var, found.value)
         return mutator.default_mutate(found)
 
     def _expression(self, found: Any, mutator: Any) -> Any:
