@@ -23,6 +23,9 @@ from amp_ir.importer.converters.promotion import dtype_of, is_float, shape_of
 from amp_ir.importer.converters.registry import Converter, converts
 
 aten = torch.ops.aten
+# Rows and columns of a plane up to which PyTorch resizes by its kernel for channels last (2.11 to
+# 2.13, `_use_vectorized_kernel_cond_2d` in UpSampleKernel.cpp).
+_SMALL_PLANE = 128
 
 # (out extent, scale or None, lines) -> every line resampled to the out extent: [1, n, extent] to
 # [1, n, out extent].
@@ -31,6 +34,25 @@ Resampling: TypeAlias = Callable[[int, float | None, torch.Tensor], torch.Tensor
 
 def _nearest(out: int, scale: float | None, lines: torch.Tensor) -> torch.Tensor:
     return aten.upsample_nearest1d(lines, [out], scale)
+
+
+def _nearest_of_planes(out: int, scale: float | None, lines: torch.Tensor) -> torch.Tensor:
+    # Channels last, of which there are four: PyTorch's other kernel takes no notice of a scale by
+    # which the extent stays or doubles, 3 * 1.3 and 4 * 2.2.
+    planes = torch.nn.functional.pad(lines[..., None], (0, 0, 0, 0, 0, 4))
+    planes = planes.contiguous(memory_format=torch.channels_last)
+    resampled = aten.upsample_nearest2d(planes, [out, 1], scale, None)
+    return resampled[:, : lines.shape[1], :, 0]
+
+
+def _forward_nearest(shape: Sequence[int], resample: Resampling) -> Resampling:
+    """Return the map that PyTorch has for a result [n, c, *shape]; for its gradient it is another.
+
+    Of larger planes with channels last it takes the one of small planes, too, and so of volumes:
+    the order in memory is not known here.
+    """
+    is_small = len(shape) == 2 and sum(shape) <= _SMALL_PLANE
+    return _nearest_of_planes if resample is _nearest and is_small else resample
 
 
 def _nearest_exact(out: int, scale: float | None, lines: torch.Tensor) -> torch.Tensor:
@@ -134,12 +156,12 @@ def _backward(
 
 def _register_nearest(packet: str, resample: Resampling) -> None:
     def forward(ops: Emitter, x: relax.Expr, _size: object, *scales: float | None) -> relax.Expr:
-        return _forward(ops, x, resample, scales)
+        return _forward(ops, x, _forward_nearest(ops.shape[2:], resample), scales)
 
     def forward_vec(
         ops: Emitter, x: relax.Expr, _size: object, scales: Sequence[float] | None
     ) -> relax.Expr:
-        return _forward(ops, x, resample, scales or ())
+        return _forward(ops, x, _forward_nearest(ops.shape[2:], resample), scales or ())
 
     def backward(
         ops: Emitter, grad: relax.Expr, _size: object, _input: object, *scales: float | None
