@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.errors import CaptureError
 
 Keep = Callable[[nn.Module, torch.optim.Optimizer], Callable[[nn.Parameter], float]]
 
@@ -132,3 +133,56 @@ def test_what_the_user_keeps_is_as_before_a_capture() -> None:
     amp_ir.jit(step, model=model)(torch.ones(2, 3))
     assert kept[:3] + [vars(box)] == before
     assert kept[0] is weight and box.pair[0] is weight and box.one is weight
+
+
+EARLY = {
+    "an entry": lambda o, p: "momentum_buffer" in o.state[p],
+    "get": lambda o, p: bool(o.state.get(p)),
+    "membership": lambda o, p: p in o.state,
+    "emptiness": lambda o, p: bool(o.state),
+}
+
+
+def looking(name: str, *, is_after: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = layer(x).square().mean()
+        loss.backward()
+        if not is_after and EARLY[name](optimizer, layer.weight):
+            layer.weight.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() * (2.0 if EARLY[name](optimizer, layer.weight) else 1.0)
+
+    return layer, optimizer, step
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_state_that_is_made_ahead_is_not_looked_at(name: str) -> None:
+    """PyTorch's optimizers make it in their first step, where the branch goes the other way."""
+    layer, optimizer, step = looking(name, is_after=False)
+    with pytest.raises(CaptureError) as caught:
+        amp_ir.jit(step, model=layer, optimizer=optimizer)(torch.ones(2, 3))
+    assert str(caught.value).partition(".py:")[2].partition(": ")[2] == (
+        "looks at the state of SGD before its first step, which makes it in PyTorch; a compiled "
+        "step has it before. Look after optimizer.step(), or take the first step in PyTorch, "
+        "uncompiled"
+    )
+    step(torch.ones(2, 3))  # what the advice says
+    other = looking(name, is_after=False)
+    other[2](torch.ones(2, 3))
+    train = amp_ir.jit(step, model=layer, optimizer=optimizer)
+    for _ in range(2):
+        torch.testing.assert_close(train(torch.ones(2, 3)), other[2](torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_state_is_looked_at_after_the_step(name: str) -> None:
+    layer, optimizer, step = looking(name, is_after=True)
+    other = looking(name, is_after=True)
+    train = amp_ir.jit(step, model=layer, optimizer=optimizer)
+    for _ in range(3):
+        torch.testing.assert_close(train(torch.ones(2, 3)), other[2](torch.ones(2, 3)))

@@ -11,14 +11,17 @@ import collections
 import contextlib
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_ir.capture.locations import is_users_file
 from amp_ir.capture.patches.generators import keep_generators
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.untouched_zeros import UntouchedZeros
@@ -367,15 +370,36 @@ def _put_flat_weights(module: torch.nn.RNNBase, fakes: Mapping[int, torch.Tensor
 class _StateOfFakes(collections.defaultdict[Any, Any]):
     """An optimizer's state by the fakes of its parameters, also where the user's own are the keys.
 
-    Hooks look it up where no mode sees that the two are one.
+    Hooks look it up where no mode sees that the two are one. `looked_early` is called where the
+    user's code looks at what is `made_ahead` of the optimizer's first step, which makes it in
+    PyTorch.
     """
 
     def __init__(self, fakes: Mapping[int, torch.Tensor]) -> None:
         super().__init__(dict)
         self._fakes = fakes
+        self.made_ahead: set[int] = set()
+        self.looked_early: Callable[[], None] | None = None
 
     def _by_fake(self, key: Any) -> Any:
-        return self._fakes.get(id(key), key)
+        fake = self._fakes.get(id(key), key)
+        if id(fake) in self.made_ahead:
+            self._note_look(sys._getframe(2))
+        return fake
+
+    def _note_look(self, caller: FrameType) -> None:
+        if self.looked_early is not None and is_users_file(caller.f_code.co_filename):
+            self.looked_early()
+
+    def __len__(self) -> int:
+        if self.made_ahead:
+            self._note_look(sys._getframe(1))
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.made_ahead:
+            self._note_look(sys._getframe(1))
+        return super().__iter__()
 
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(self._by_fake(key))
@@ -406,4 +430,6 @@ def _put_optimizer_fakes(
             values.update({key: entry.fake for key, entry in by_key.items()})
             if values:
                 replaced[parameter] = values
+            if by_key and not optimizer.state.get(parameter):
+                replaced.made_ahead.add(id(fakes[id(parameter)]))
     optimizer.state = replaced

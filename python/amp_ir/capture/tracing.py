@@ -94,6 +94,7 @@ class StepTracer:
         self._left: dict[str, Any] = {}
         self._replaced: dict[int, torch.Tensor] = {}
         self._checks: list[torch.Tensor] = []
+        self._stepped: list[torch.optim.Optimizer] = []
         self._transaction: Transaction | None = None
 
     def trace(self) -> Traced:
@@ -130,6 +131,8 @@ class StepTracer:
     def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         state = self._state
         fakes = put_fakes(state)
+        for optimizer in state.optimizers:
+            self._refuse_early_looks(optimizer)
         attributes = [dict(vars(entry.fake)) for entry in state.tensors]
         overwritten = put_values(self._hypers, self._hyper_values())
         watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
@@ -140,7 +143,7 @@ class StepTracer:
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(captured_scalers.reset, given)
-                stepped = stack.enter_context(
+                stepped = self._stepped = stack.enter_context(
                     patched(
                         state,
                         self._locator,
@@ -223,6 +226,23 @@ class StepTracer:
         if self._diagnostics:
             raise self._diagnostics.error()
         return outputs
+
+    def _refuse_early_looks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse looks at the state of an optimizer of PyTorch's that has taken no step yet."""
+        kind = type(optimizer)
+        if kind.__module__.partition(".")[0] != "torch":
+            return  # its own step makes the state
+
+        def refuse() -> None:
+            if optimizer not in self._stepped:
+                self._diagnostics.add(
+                    f"looks at the state of {kind.__name__} before its first step, which makes it "
+                    "in PyTorch; a compiled step has it before",
+                    self._locator.here(),
+                    "Look after optimizer.step(), or take the first step in PyTorch, uncompiled",
+                )
+
+        optimizer.state.looked_early = refuse  # type: ignore[attr-defined]
 
     def _hyper_values(self) -> list[float]:
         if self._other_hypers is not None and not self._other_hypers.symbolic:
