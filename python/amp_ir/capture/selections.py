@@ -63,10 +63,11 @@ class Selection:
 
 
 def decides_later(x: Any) -> bool:
-    """Return whether x has axes, and values that do not exist yet."""
+    """Return whether x has axes and elements, and values that do not exist yet."""
     return (
         type(x) is FakeTensor
         and x.ndim > 0
+        and x.numel() > 0
         and x.constant is None
         and constant_value(x) is None
         and torch._C._functorch.peek_interpreter_stack() is None
