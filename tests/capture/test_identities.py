@@ -181,6 +181,19 @@ def test_written_equality_is_by_element() -> None:
     assert int(train(torch.ones(2))) == int(step(torch.ones(2))) == 3
 
 
+def test_none_is_no_tensor() -> None:
+    """Neither a parameter nor a tensor of the step is equal to None in a look-up."""
+    model = nn.Linear(2, 2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        found = [one for one in (x, y, model.weight) if one in (None,) or (None,).count(one)]
+        return y.sum() + len(found)
+
+    x = torch.ones(2)
+    torch.testing.assert_close(amp_ir.jit(step, model=model)(x), step(x))
+
+
 def test_a_new_optimizers_state_is_found_by_the_users_parameters() -> None:
     """The state that an optimizer keeps is one entry, by a fake and by the user's own tensor."""
     model = nn.Linear(3, 1).double()

@@ -61,7 +61,8 @@ class Identities:
                 yield
         finally:
             for module in self._modules:
-                del module["id"]
+                if module.get("id") is self.id_of:
+                    del module["id"]
 
     def _instance_check(self) -> Callable[[type, object], bool]:
         before, kinds = _OF_PARAMETERS.__instancecheck__, self._kinds
@@ -82,7 +83,7 @@ class Identities:
         before, fakes = torch.Tensor.__eq__, self.fakes
 
         def equality(one: Any, other: Any) -> Any:
-            is_pair = fakes.get(id(one)) is other or fakes.get(id(other)) is one
+            is_pair = fakes.get(id(one), _ABSENT) is other or fakes.get(id(other), _ABSENT) is one
             if is_pair and not _is_written(sys._getframe(1)):
                 return True
             return before(one, other)
