@@ -52,7 +52,7 @@ OUR_FAULT = (
     "please report it with this text and the output of amp-ir doctor"
 )
 # Others than these are PyTorch's words on wrong arguments, which ops of ours pass on.
-_OF_PROGRAMS = (AttributeError, NameError, LookupError, AssertionError)
+_OF_PROGRAMS = (AttributeError, NameError, KeyError, AssertionError)
 _OURS = str(Path(__file__).parents[1])
 _OF_SHAPES = re.compile(r"\b(shapes?|sizes?|dims?|dimensions?)\b", re.IGNORECASE)
 _SHAPES = (
@@ -69,7 +69,7 @@ def is_our_fault(error: BaseException) -> bool:
     """Return whether amp_ir's own code raised an error that only a program's mistake raises."""
     frames = traceback.extract_tb(error.__traceback__)
     is_ours = bool(frames) and frames[-1].filename.startswith(_OURS)
-    return is_ours and isinstance(error, _OF_PROGRAMS) and not isinstance(error, IndexError)
+    return is_ours and isinstance(error, _OF_PROGRAMS)
 
 
 def advice_on(text: str, model: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> str:

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_ir.capture.patches.restores import restoring
+from amp_ir.capture.patches.thread_patches import patch
+
 _OF_PARAMETERS: Any = type(torch.nn.Parameter)
 _ABSENT = object()
 
@@ -51,18 +54,13 @@ class Identities:
             self.fakes[id(tensor)] = fake
             self._ids[id(fake)] = id(tensor)
             self._kinds[id(fake)] = type(tensor)
-        try:
-            with (
-                _replaced(FakeTensor, "__hash__", self.id_of),
-                # Of every tensor, and not in a mode: hooks of the backward pass look up, too.
-                _replaced(torch.Tensor, "__eq__", self._equality()),
-                _replaced(_OF_PARAMETERS, "__instancecheck__", self._instance_check()),
-            ):
-                yield
-        finally:
-            for module in self._modules:
-                if module.get("id") is self.id_of:
-                    del module["id"]
+        with restoring() as restores:
+            restores.add(self._take_id_back)
+            patch(restores, FakeTensor, "__hash__", self.id_of)
+            # Of every tensor, and not in a mode: hooks of the backward pass look up, too.
+            patch(restores, torch.Tensor, "__eq__", self._equality())
+            patch(restores, _OF_PARAMETERS, "__instancecheck__", self._instance_check())
+            yield
 
     def _instance_check(self) -> Callable[[type, object], bool]:
         before, kinds = _OF_PARAMETERS.__instancecheck__, self._kinds
@@ -75,8 +73,13 @@ class Identities:
     def give_id(self, module: dict[str, Any]) -> None:
         """Let the functions of a module, which name `id` and mean Python's, call `id_of`."""
         if "id" not in module:
-            module["id"] = self.id_of
             self._modules.append(module)
+            module["id"] = self.id_of
+
+    def _take_id_back(self) -> None:
+        for module in self._modules:
+            if module.get("id") is self.id_of:
+                del module["id"]
 
     def _equality(self) -> Callable[[Any, Any], Any]:
         """Return `==` of tensors, by which a look-up finds a tensor and its fake equal."""
@@ -94,17 +97,3 @@ class Identities:
 def _is_written(frame: FrameType) -> bool:
     """Return whether the code that runs in `frame` compares with `==`, element by element."""
     return opcode.opname[frame.f_code.co_code[frame.f_lasti]] == "COMPARE_OP"
-
-
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a class, and put back or remove it."""
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
