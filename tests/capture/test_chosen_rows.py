@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 import amp_ir
 from amp_ir.errors import CaptureError, IndexOutOfRangeError
+from own_function import Doubled
 
 Step = Callable[["Queue", torch.Tensor], torch.Tensor]
 
@@ -106,18 +106,6 @@ def many_uses(m: Queue, x: torch.Tensor) -> torch.Tensor:
     near = torch.cdist(x, y)
     parts = [torch.nn.functional.mse_loss(row, m.rows[m.at]), row.max(), (row @ y.T).sum()]
     return torch.stack([*parts, near.sum(), row.new_tensor(float(row.shape[0] + row.dim()))])
-
-
-class Doubled(torch.autograd.Function):
-    """A function with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 3
 
 
 def own_function(m: Queue, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 import amp_ir
 from amp_ir.errors import CaptureError
 from compiled_steps import assert_compiled_alike
+from own_function import Doubled
 from step_comparison import Training, normal
 
 N, D, EXPERTS = 10, 6, 3
@@ -337,18 +338,6 @@ def along_the_count(model: Mixture, x: torch.Tensor, m: torch.Tensor) -> Any:
 
 def under_one(model: Mixture, x: torch.Tensor, m: torch.Tensor) -> Any:
     return (x[None, torch.where(m)[0]] * 2).sum()
-
-
-class Doubled(torch.autograd.Function):
-    """A function with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 3
 
 
 def own_function(model: Mixture, x: torch.Tensor, m: torch.Tensor) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo  # replaces torch.manual_seed when it is first imported
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import clip_grad
 
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
@@ -29,6 +30,9 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.autocast, "__enter__"),
     (torch.autocast, "__exit__"),
     (torch.autograd.Function, "apply"),
+    (torch.Tensor, "__eq__"),
+    (FakeTensor, "__hash__"),
+    (type(torch.nn.Parameter), "__instancecheck__"),
     (torch, "manual_seed"),
     (torch, "set_rng_state"),
     (clip_grad, "float"),
