@@ -75,6 +75,64 @@ def test_weight_gradients_of_low_inputs_are_not_rounded():
     assert out.item() == 17 * 241
 
 
+# One activation has few channels, stored plainly, the other has many, stored last.
+FEW_AND_MANY = {
+    "first layer": (Case((17, 19), (3, 3), (1, 1), (1, 1), (1, 1)), (3, 24)),
+    "last layer": (Case((12, 13), (3, 3), (1, 1), (1, 1), (1, 1)), (20, 3)),
+    "strided": (Case((33, 37), (7, 7), (2, 2), (3, 3), (1, 1)), (3, 32)),
+    "patches": (Case((40, 36), (4, 4), (4, 4), (0, 0), (1, 1)), (3, 48)),
+    "one channel": (Case((20, 21), (3, 3), (1, 1), (1, 1), (1, 1)), (1, 16)),
+    "scores": (Case((9, 11), (1, 1), (1, 1), (0, 0), (1, 1)), (33, 1)),
+    "1d": (Case((300,), (5,), (2,), (2,), (1,)), (4, 17)),
+    "3d": (Case((6, 9, 8), (3, 3, 3), (1, 2, 1), (1, 1, 1), (1, 1, 1)), (2, 40)),
+}
+
+
+@pytest.mark.parametrize("order", ["plain", "batch inside"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "->".join(str(t)[6:] for t in d))
+@pytest.mark.parametrize("name", FEW_AND_MANY)
+def test_few_channels_beside_channels_last(name, dtypes, order):
+    if not native.has("amp_ir.onednn.conv"):
+        pytest.skip("onednn is not in this build")
+    case, channels = FEW_AND_MANY[name]
+    for verb, parts in operands(case, (*channels, 1), dtypes, lambda t: t).items():
+        first, second, out = (
+            (channels_last if t.shape[1] == max(channels) else ORDERS[order])(t) for t in parts[:3]
+        )
+        convolve("onednn", verb, first, second, out, groups=1, **case.options)
+        assert relative_error(out, parts[3]) <= TOLERANCE[out.dtype], verb
+
+
+# What oneDNN 3.2 computes from memory that it did not write, on one CPU or another.
+UNWRITTEN = {
+    "a window at a stride over one place": Case((1,), (3,), (2,), (1,), (1,)),
+    "an idle tap at a stride": Case((9, 2), (2, 3), (2, 3), (0, 1), (1, 1)),
+    "a window wider than the row": Case((12, 2), (1, 5), (2, 3), (0, 2), (1, 1)),
+    "two frames": Case((2, 6, 6), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1)),
+    "a window higher than the frame": Case((4, 5, 4), (3, 7, 1), (1, 2, 1), (0, 1, 0), (1, 1, 1)),
+    "frames at a stride in padding": Case((4, 8, 8), (5, 3, 3), (2, 4, 1), (3, 0, 1), (1, 1, 1)),
+    "many frames, too": Case((8, 13, 8), (7, 7, 2), (4, 1, 3), (5, 2, 1), (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "->".join(str(t)[6:] for t in d))
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_weight_gradients_do_not_read_unwritten_memory(name, dtypes):
+    if not native.has("amp_ir.onednn.conv_backward_weight"):
+        pytest.skip("onednn is not in this build")
+    case = UNWRITTEN[name]
+    for channels in [(16, 32), (17, 4), (1, 16), (64, 17)]:
+        for order in (ORDERS["plain"], channels_last):
+            problem = operands(case, (*channels, 1), dtypes, order)
+            first, second, out, expected = problem["conv_backward_weight"]
+            # What was freed last is what the next allocation has in it.
+            del problem
+            freed = [torch.full((1 << size,), 1e30) for size in range(6, 18)]
+            del freed
+            convolve("onednn", "conv_backward_weight", first, second, out, groups=1, **case.options)
+            assert relative_error(out, expected) <= TOLERANCE[out.dtype], (channels, order)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_messages(library):
     if not native.has(f"amp_ir.{library}.conv"):

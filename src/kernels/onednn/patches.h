@@ -21,6 +21,8 @@ class Patches {
   bool is_copy() const { return vertical_.is_copy() && horizontal_.is_copy(); }
   // Whether patches overlap.
   bool repeats() const { return vertical_.repeats() || horizontal_.repeats(); }
+  // Whether the image has positions between those of the patches.
+  bool has_strides() const { return vertical_.stride > 1 || horizontal_.stride > 1; }
   // Copies an image of a dtype of 16 bits. Cost: one read of the image a tap, one write of the
   // matrix.
   void Gather(const uint16_t* image, uint16_t* matrix) const;
