@@ -198,8 +198,48 @@ def test_an_optimizer_that_was_not_passed_is_refused_and_stays_as_it_was(passed)
     assert str(caught.value) == (
         "this step cannot be captured, 1 place:\n"
         f"  1. step (forward), {__file__}:{line}: AdamW.step of an optimizer that was not passed "
-        "is called. Pass it in optimizer=, or a list of all that the step calls"
+        "is called. Pass it in optimizer=, or a list of all that the step calls. One that the step "
+        "makes has no state to pass: write its update, p - lr * g, with torch.autograd.grad and "
+        "torch.func.functional_call"
     )
     assert not optimizer.state and torch.equal(model.weight, before)
     assert "hooked" in vars(torch.optim.AdamW.step)
     assert amp_ir.jit(step, model=model, optimizer=optimizer)(x).isfinite()
+
+
+def test_the_updates_of_an_optimizer_that_the_step_makes_are_written_out():
+    """Reptile: the refusal's advice, beside PyTorch with the optimizer that is refused."""
+
+    def loss_of(model: torch.nn.Module, p: dict[str, torch.Tensor], x: torch.Tensor):
+        return torch.func.functional_call(model, p, (x,)).square().mean()
+
+    def step_of(model: torch.nn.Module, *, with_optimizer: bool):
+        def step(x: torch.Tensor) -> None:
+            if with_optimizer:
+                inner = copy.deepcopy(model)
+                optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    inner(x).square().mean().backward()
+                    optimizer.step()
+                p = dict(inner.named_parameters())
+            else:
+                p = {k: v.detach().requires_grad_() for k, v in model.named_parameters()}
+                for _ in range(2):
+                    gradients = torch.autograd.grad(loss_of(model, p, x), list(p.values()))
+                    updated = [v - 0.1 * g for v, g in zip(p.values(), gradients, strict=True)]
+                    p = {k: v.detach().requires_grad_() for k, v in zip(p, updated, strict=True)}
+            with torch.no_grad():
+                for k, v in model.named_parameters():
+                    v.add_(0.5 * (p[k] - v))
+
+        return step
+
+    ours = torch.nn.Linear(4, 2)
+    eager = copy.deepcopy(ours)
+    train = amp_ir.jit(step_of(ours, with_optimizer=False), model=ours)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        train(x)
+        step_of(eager, with_optimizer=True)(x)
+    torch.testing.assert_close(ours.state_dict(), eager.state_dict())

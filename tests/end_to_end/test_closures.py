@@ -121,7 +121,8 @@ def test_an_optimizer_that_shares_its_groups_with_the_one_inside(make: Any) -> N
         amp_ir.jit(make(models[0], ours), model=models[0], optimizer=ours)(X, Y)
     assert str(refused.value).endswith(
         ": SGD.step of an optimizer that was not passed is called. Pass it in optimizer=, or a "
-        "list of all that the step calls"
+        "list of all that the step calls. One that the step makes has no state to pass: write its "
+        "update, p - lr * g, with torch.autograd.grad and torch.func.functional_call"
     )
     both = [ours, ours.base]
     train = amp_ir.jit(make(models[0], ours), model=models[0], optimizer=both)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import tvm
 import tvm_ffi
 from hypothesis import given
@@ -20,6 +21,7 @@ from tvm.tirx import For, ForKind
 
 import amp_ir
 from amp_ir import pipeline
+from amp_ir.ir.memory_plan import PlannedStep
 from amp_ir.ir.target import cpu
 from amp_ir.vm import build as build_stage
 from amp_ir.vm.open_kernels import open_kernels, opened_kernel, reciprocal_of
@@ -55,6 +57,10 @@ def library_of(functions: dict[str, tirx.PrimFunc], options: Any = ()) -> tvm.ru
         return tvm.tirx.build(
             tvm.IRModule(named), target=built_for, pipeline=build_stage.KERNEL_PIPELINE
         )
+
+
+def kernels_of(step: PlannedStep) -> dict[str, tirx.PrimFunc]:
+    return {v.name_hint: f for v, f in step.ir.functions.items() if v.name_hint != "main"}
 
 
 def test_extents_and_numbers_of_rows_are_parameters_and_short_rows_stay():
@@ -301,9 +307,6 @@ def test_no_kernel_of_a_resizing_rests_on_checks_that_llvm_loses():
     """The code is that of a vectoriser that checks nothing while a kernel runs."""
     planned = pipeline.lower(resized(torch.float32))
 
-    def kernels_of(step: Any) -> dict[str, tirx.PrimFunc]:
-        return {v.name_hint: f for v, f in step.ir.functions.items() if v.name_hint != "main"}
-
     def forced(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         """The kernel with an outer loop of unknown extent, whatever it contains."""
         loop, n = kernel.body, tirx.Var("n", "int32")
@@ -331,13 +334,64 @@ def test_rows_that_merged_kernels_compute_are_divided_as_what_is_not_negative():
 
     batch = torch.randn(2, 1, 4, 4, 4, dtype=torch.float64)
     mod, _ = amp_ir.trace_step(step, (batch,), model=layer, optimizer=optimizer)
-    by_parameters: list[Any] = []
+    assert not divisions_by_parameters(pipeline.lower(mod))
+
+
+def divisions_by_parameters(planned: PlannedStep) -> list[Any]:
+    """Divisions and remainders by parameters in the opened kernels: TVM lowers each to several."""
+    found: list[Any] = []
 
     def note(division: Any) -> None:
         if isinstance(division.b, tirx.Var):
-            by_parameters.append(division)
+            found.append(division)
 
-    kernels = open_kernels(pipeline.lower(mod)).ir.functions.values()
-    for kernel in (one for one in kernels if isinstance(one, tirx.PrimFunc)):
+    for kernel in kernels_of(open_kernels(planned)).values():
         tvm_ffi.structural_walk(kernel.body, ((tirx.FloorDiv, tirx.FloorMod), note))
-    assert not by_parameters
+    return found
+
+
+@pytest.mark.parametrize("padding_mode", ["border", "zeros"])
+def test_places_that_are_read_are_divided_as_what_is_not_negative(padding_mode: str):
+    """A small volume that is sampled: TVM lowered divisions in each other without an end."""
+    layer = torch.nn.Conv3d(1, 2, 3, padding=1)
+
+    def step(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        sampled = F.grid_sample(layer(x), grid, padding_mode=padding_mode, align_corners=True)
+        loss = sampled.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    batch = torch.randn(2, 1, 4, 4, 4), torch.randn(2, 3, 3, 3, 3)
+    mod, _ = amp_ir.trace_step(step, batch, model=layer)
+    planned = pipeline.lower(mod)
+    assert any(len(opened_kernel(one)[1]) > 9 for one in kernels_of(planned).values())
+    assert not divisions_by_parameters(planned)
+
+
+def shuffled_pixels(h: torch.Tensor) -> torch.Tensor:
+    """What is shuffled and back again, but for a border."""
+    return F.pixel_unshuffle(F.pixel_shuffle(h, 2)[:, :, :-2, 2:], 2)
+
+
+def shuffled_channels(h: torch.Tensor) -> torch.Tensor:
+    """Three units of ShuffleNet in small."""
+    for groups in (2, 4, 2):
+        left, right = F.channel_shuffle(h, groups).chunk(2, 1)
+        h = torch.cat([left.relu(), right], 1)
+    return h
+
+
+@pytest.mark.parametrize("views", [shuffled_pixels, shuffled_channels])
+def test_a_kernel_of_many_divisions_in_each_other_keeps_its_numbers(views: Any):
+    """Opened, kernels were up to 24 times as long, and TVM took minutes for each."""
+    layer = torch.nn.Conv2d(3, 8, 3, padding=1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = views(layer(x)).abs().mean()
+        loss.backward()
+        return loss.detach()
+
+    mod, _ = amp_ir.trace_step(step, (torch.randn(2, 3, 4, 4),), model=layer)
+    for kernel in kernels_of(pipeline.lower(mod)).values():
+        opened, _ = opened_kernel(kernel)
+        assert len(opened.script()) < 5 * len(kernel.script())

@@ -49,6 +49,10 @@ _LONG = 96
 _LONG_IN_BLOCK = 512
 # Elements of a kernel up to which the time of its divisions, two microseconds, is not seen.
 _FEW = 512
+# Divisions in each other up to which a kernel is opened. `a % b` holds `a` twice where b is a
+# parameter, and TVM goes through a vector's divisions several times for each that is around them:
+# compiling a kernel takes 0.3 s at four, 1 s at six, 6 s at nine, and does not end at fifteen.
+_DEEPEST = 4
 # Rows that are added up one after the other, as nearly always; where rows are short, LLVM is to
 # know how many.
 _BLOCK = 16
@@ -133,7 +137,7 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
     row, and of parallel loops, and the numbers in the indices of their variables; where rows have
     at least 96 elements, or one thread runs the kernel, also the number of vectors of a row. Of
     kernels of at most 512 elements, every extent but a vector's is opened, and every int32 of an
-    index.
+    index. Where that leaves more than four divisions in each other, less is opened.
 
     LLVM 22 may compile a loop of unknown extent wrongly that reads at its counter modulo a power
     of two (https://github.com/llvm/llvm-project/issues/191382: the check that 8 counters in a row
@@ -148,7 +152,7 @@ def opened_kernel(kernel: tirx.PrimFunc) -> tuple[tirx.PrimFunc, list[int]]:
         kind = _OpeningOfFew if what == "everything" else _Opening
         opening = kind(kernel, nests, what)
         body = opening.run()
-        if not opening.is_doubtful(body):
+        if not opening.is_too_deep and not opening.is_doubtful(body):
             break
     parameters = {one: _of_any_size(one) for one in kernel.params if _is_tensor(one)}
     body = tvm_ffi.structural_map(body, (tirx.Var, lambda one: parameters.get(one, one)))
@@ -188,6 +192,13 @@ class _Opening:
         self._steps: set[tirx.Var] = set()
         self._counters: set[tirx.Var] = set()
         self._is_in_block = False
+        # Divisions around the expression that is opened now, and the most of all expressions.
+        self._depth = self._most_depth = 0
+
+    @property
+    def is_too_deep(self) -> bool:
+        """Whether so many divisions are in each other that compiling them would take long."""
+        return self._most_depth > _DEEPEST
 
     def run(self) -> tirx.Stmt:
         """Return the body with numbers replaced by parameters."""
@@ -280,8 +291,13 @@ class _Opening:
 
     def _with_parts(self, found: Any, part: Callable[[Any], Any]) -> Any:
         """Return a binary expression of other parts, whose values are the same."""
-        kind, a = type(found), part(found.a)
-        if kind not in (tirx.FloorDiv, tirx.FloorMod) or not self._is_positive(found):
+        kind = type(found)
+        is_division = kind in (tirx.FloorDiv, tirx.FloorMod)
+        self._depth += is_division
+        self._most_depth = max(self._most_depth, self._depth)
+        a = part(found.a)
+        self._depth -= is_division
+        if not is_division or not self._is_positive(found):
             return kind(a, part(found.b))
         if not _is_number(found.b):
             b = part(found.b)
@@ -339,11 +355,18 @@ class _OpeningOfFew(_Opening):
         callbacks: list[tuple[Any, Callable[..., Any]]] = [
             (For, self._loop),
             ((*_BINARY, *_COMPARES), self._expression),
+            (tirx.Bind, self._bound),
             (tirx.Select, self._select),
             (TensorLoad, self._load),
             (tirx.BufferStore, self._store),
         ]
         return tvm_ffi.structural_mutate(self._kernel.body, callbacks)
+
+    def _bound(self, found: tirx.Bind, mutator: Any) -> tirx.Bind:
+        """Take the bounds of a position that was read, too: here its divisors are parameters."""
+        if str(found.var.ty) == "int32":
+            self._analyzer.bind(found.var, found.value)
+        return mutator.default_mutate(found)
 
     def _is_outer(self, loop: For) -> bool:
         return loop.kind in (ForKind.PARALLEL, ForKind.SERIAL)

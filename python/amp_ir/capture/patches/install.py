@@ -274,7 +274,9 @@ def _rejected_step(
             diagnostics.add(
                 f"{type(self).__name__}.step of an optimizer that was not passed is called",
                 locator.here(),
-                "Pass it in optimizer=, or a list of all that the step calls",
+                "Pass it in optimizer=, or a list of all that the step calls. One that the step "
+                "makes has no state to pass: write its update, p - lr * g, with "
+                "torch.autograd.grad and torch.func.functional_call",
             )
             raise TracingStopped
         return step(self, *args, **kwargs)
