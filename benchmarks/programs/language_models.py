@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from benchmarks.programs.program import Program
 from benchmarks.programs.transformer import (
     Batch,
@@ -13,6 +15,7 @@ from benchmarks.programs.transformer import (
     sequences,
     tokens,
     transformer,
+    without_padding,
 )
 
 _HEADS: dict[str, tuple[str, Batch]] = {
@@ -84,6 +87,10 @@ _NAMES = {
     "PhiMoE": "PhimoeConfig",
     "DeepseekV3": "DeepseekV3Config",
 }
+_LED: dict[str, object] = {
+    "attention_window": 4, "max_encoder_position_embeddings": 64,
+    "max_decoder_position_embeddings": 64,
+}  # fmt: skip
 _SEQUENCES: dict[str, tuple[str, dict[str, object]]] = {
     "T5": ("T5ForConditionalGeneration", {"decoder_start_token_id": 0}),
     "MT5": ("MT5ForConditionalGeneration", {}),
@@ -99,10 +106,41 @@ _SEQUENCES: dict[str, tuple[str, dict[str, object]]] = {
     "Marian": ("MarianMTModel", {"decoder_vocab_size": 100}),
     "BlenderbotSmall": ("BlenderbotSmallForConditionalGeneration", {}),
     "M2M100": ("M2M100ForConditionalGeneration", {}),
-    "LED": ("LEDForConditionalGeneration", {
-        "attention_window": 4, "max_encoder_position_embeddings": 64,
-        "max_decoder_position_embeddings": 64}),
+    "LED": ("LEDForConditionalGeneration", _LED),
 }  # fmt: skip
+
+
+def _drop_states(model: torch.nn.Module) -> None:
+    """Drop what layers keep of a step for the next one, which does not read it in training."""
+    for module in model.modules():
+        if hasattr(module, "recurrent_states"):
+            module.recurrent_states = None
+
+
+def _quantizers_in_eval(model: torch.nn.Module) -> None:
+    """Let the ranges of activations be, which only a quantized model reads."""
+    for module in model.modules():
+        if type(module).__name__ == "QuantAct":
+            module.eval()
+
+
+def _variants() -> list[Program]:
+    """Return programs that are refused as they come, as they run."""
+    encoder, masks = "text encoder", without_padding(masked)
+    return [
+        transformer("DebertaV2: sequence classes, problem type given", "DebertaV2Config",
+                    "DebertaV2ForSequenceClassification", classes, kind=encoder,
+                    problem_type="single_label_classification", **_ENCODERS["DebertaV2"]),
+        transformer("Longformer: masked LM, no padding", "LongformerConfig",
+                    "LongformerForMaskedLM", masks, kind=encoder, **_ENCODERS["Longformer"]),
+        transformer("IBert: masked LM, ranges kept", "IBertConfig", "IBertForMaskedLM", masked,
+                    kind=encoder, at_start=_quantizers_in_eval, **_ENCODERS["IBert"]),
+        transformer("RecurrentGemma, states dropped", "RecurrentGemmaConfig",
+                    "RecurrentGemmaForCausalLM", language, kind="decoder", at_end=_drop_states,
+                    **_DECODERS["RecurrentGemma"][1]),
+        transformer("LED, no padding", "LEDConfig", "LEDForConditionalGeneration",
+                    without_padding(sequences), kind="encoder-decoder", **_LED),
+    ]  # fmt: skip
 
 
 def _encoders() -> list[Program]:
@@ -128,4 +166,5 @@ PROGRAMS: list[Program] = [
         transformer(name, f"{name}Config", model, sequences, kind="encoder-decoder", **options)
         for name, (model, options) in _SEQUENCES.items()
     ),
+    *_variants(),
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import amp_ir
+from benchmarks.programs.peer_modes import FilledWithinRange, in_double
 from benchmarks.programs.program import Made, Precision, Program
 
 STEPS = 3
@@ -88,7 +89,6 @@ def _once(program: Program, row: Row, seed: int) -> tuple[Row, _Errors | None]:
     """Run a program with one draw of weights; no errors where it does not run."""
     dtype = row.dtype
     try:
-        # Some models cast to float32 themselves; both sides are then compared with that.
         exact = _run(_made(program, contextlib.nullcontext, seed, is_double=True))
         peer = _peer(program, dtype, seed)
     except Exception as error:  # noqa: BLE001 - whatever a model raises is a row of the table
@@ -143,11 +143,8 @@ def _judged(row: Row, found: Sequence[_Errors], program: Program) -> Row:
 
 
 def _peer(program: Program, dtype: str, seed: int) -> _Run:
-    """Run eager PyTorch; in float32 where the model fails under its autocast."""
-    if dtype == "bfloat16":
-        with contextlib.suppress(Exception):
-            return _run(_made(program, _low, seed))
-    return _run(_made(program, contextlib.nullcontext, seed))
+    """Run eager PyTorch."""
+    return _run(_made(program, _low if dtype == "bfloat16" else contextlib.nullcontext, seed))
 
 
 def _made(program: Program, precision: Precision, seed: int, *, is_double: bool = False) -> Made:
@@ -162,7 +159,9 @@ def _made(program: Program, precision: Precision, seed: int, *, is_double: bool 
     if not is_double:
         return made
     batch = made.batch
-    return attrs.evolve(made, batch=lambda k: tree_map(_doubled, batch(k)))
+    return attrs.evolve(
+        made, step=in_double()(made.step), batch=lambda k: tree_map(_doubled, batch(k))
+    )
 
 
 def _doubled(value: Any) -> Any:
@@ -171,8 +170,10 @@ def _doubled(value: Any) -> Any:
     )
 
 
-def _low() -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+@contextlib.contextmanager
+def _low() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16), FilledWithinRange():
+        yield
 
 
 def _run(made: Made, *, started: float | None = None) -> _Run:

@@ -13,12 +13,13 @@ _MOST_NOTE = 220
 _EXPLAINED = """\
 Each program trains three steps as `amp_ir.jit` compiles it, beside eager PyTorch (float32) and
 eager PyTorch under `torch.autocast` (bfloat16), from the same numbers. Both are compared with eager
-PyTorch in float64: the losses, and all parameters and buffers as a share of how far they moved,
-which is the error in the table. A program is right where our errors are at most 1.5 times
-PyTorch's, plus a few roundings; where one draw of weights is not, those of three are taken
-together. Models are small: the list says what is captured, compiled and right, not how fast it is.
-`s` is the time to the end of the first step, without the compile cache, on a machine that other
-processes used too; `external` counts calls of PyTorch's own ops in the step."""
+PyTorch in float64, also where the model asks for float32: the losses, and all parameters and
+buffers as a share of how far they moved, which is the error in the table. A program is right where
+our errors are at most 1.5 times PyTorch's, plus a few roundings; where one draw of weights is not,
+those of three are taken together. Models are small: the list says what is captured, compiled and
+right, not how fast it is. `s` is the time to the end of the first step, without the compile cache,
+on a machine that other processes used too; `external` counts calls of PyTorch's own ops in the
+step."""
 
 
 def page(rows: Sequence[Row], machine: str) -> str:

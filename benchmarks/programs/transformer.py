@@ -43,6 +43,11 @@ def padding(k: int, length: int = LENGTH) -> torch.Tensor:
 Batch = Callable[[int], dict[str, Any]]
 
 
+def without_padding(batch: Batch) -> Batch:
+    """Return batches without an attention mask."""
+    return lambda k: {key: value for key, value in batch(k).items() if key != "attention_mask"}
+
+
 def language(k: int) -> dict[str, Any]:
     """Return ids and labels."""
     tokens = ids(k)
@@ -99,12 +104,18 @@ def transformer(
     kind: str,
     loss: Callable[[Any], torch.Tensor] = loss_of,
     lr: float = 0.05,
+    at_start: Callable[[torch.nn.Module], None] = lambda _model: None,
+    at_end: Callable[[torch.nn.Module], None] = lambda _model: None,
     **options: Any,
 ) -> Program:
-    """Return the program that trains a model of transformers with SGD and momentum."""
+    """Return the program that trains a model of transformers with SGD and momentum.
+
+    `at_start` is done to the model before it trains, `at_end` as the last of each step.
+    """
 
     def make(precision: Precision) -> Made:
         net = model_of(config, model, options)
+        at_start(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
 
         def step(inputs: dict[str, Any]) -> torch.Tensor:
@@ -113,6 +124,7 @@ def transformer(
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
+            at_end(net)
             return value.detach()
 
         return Made(net, optimizer, step, lambda k: (batch(k),))

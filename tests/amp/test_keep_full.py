@@ -232,6 +232,36 @@ def test_what_an_update_of_the_users_own_adds_is_not_rounded(low: str) -> None:
     assert all(one.results == ("float32",) for one in products)
 
 
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize(
+    "normed", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm]
+)
+def test_a_power_iteration_of_a_weight_is_not_rounded(low: str, normed: Any) -> None:
+    """Its vectors are state; a matmul by a vector of the batch's is low, and so are others."""
+    model, vector = normed(torch.nn.Linear(8, 16)), torch.nn.ParameterList([torch.randn(16)])
+    optimizer = torch.optim.SGD([*model.parameters(), *vector], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) @ vector[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return model(x)
+
+    mod = _captured(step, torch.randn(4, 8), model=[model, vector], optimizer=optimizer)
+
+    def matmuls(**options: Any) -> list[tuple[str, str]]:
+        plan = amp_ir.autocast(mod, amp_dtype=low, **options).plan
+        ops = (one for one in plan.ops if one.phase == "forward")
+        return [(one.rule, one.reads[0]) for one in ops if one.name == "relax.matmul"]
+
+    of_state = [("vector_of_state", "float32")] * 3
+    for policy, rule in (("default", "matmul"), ("conservative", "product_in_float32")):
+        of_rows = (rule, low)
+        assert matmuls(policy=policy) == [*of_state, of_rows, of_rows, *of_state, of_rows]
+    override = amp_ir.Override(to="low", op="matmul")
+    assert matmuls(overrides=[override]) == [("override", low)] * 9
+
+
 @pytest.mark.parametrize("rows", [8, 32])
 @pytest.mark.parametrize("low", LOW)
 def test_distances_are_computed_in_float32_as_torch_autocast_computes_them(low: str, rows: int):

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from benchmarks.programs.listed import PROGRAMS
 from benchmarks.programs.measure import DTYPES, RIGHT, Row, measure
+from benchmarks.programs.peer_modes import FilledWithinRange, in_double
 from benchmarks.programs.table import page
 
 
@@ -34,6 +36,30 @@ def test_a_sample_runs_and_is_right(name: str, dtype: str) -> None:
 def test_a_program_that_is_refused_is_a_row_with_the_reason() -> None:
     row = measure(PROGRAMS["DebertaV2: sequence classes"], "float32")
     assert row.status == "refused" and "calls size on what a mask selects" in row.note
+
+
+def test_what_asks_for_float32_is_float64_where_all_is_compared_with_it() -> None:
+    x = torch.tensor([1.0, 1e-12], dtype=torch.float64)
+    with in_double():
+        sums = (
+            x.float().sum(),
+            x.to(torch.float32).sum(),
+            x.sum(dtype=torch.float32),
+            x.softmax(0, dtype=torch.bfloat16).log().logsumexp(0) + 1e-12 + 1,
+            torch.full((), 1.0) + torch.full((), 1e-12),
+        )
+    assert [float(one - 1) for one in sums] == pytest.approx([1e-12] * 5, rel=1e-3)
+    assert torch.zeros(1).dtype is torch.float32
+
+
+def test_a_mask_of_float32_is_filled_with_what_bfloat16_holds() -> None:
+    x, mask = torch.zeros(2, dtype=torch.bfloat16), torch.tensor([True, False])
+    least = torch.finfo(torch.float32).min
+    with pytest.raises(RuntimeError):
+        x.masked_fill(mask, least)
+    with FilledWithinRange():
+        filled = x.masked_fill(mask, least)
+    assert filled.tolist() == [torch.finfo(torch.bfloat16).min, 0]
 
 
 def test_the_page_counts_and_says_what_is_not_right() -> None:

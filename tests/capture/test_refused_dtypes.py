@@ -94,6 +94,13 @@ ALLOWED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "products": lambda x, m: (m.clone().mul_(m), x.clone().mul_(2), x.clone().mul_(m), m * 0.5),
     "differences": lambda x, m: (~m, 1 - x, x.float() - m.float(), m ^ m),
     "sums": lambda x, m: (x.add(x, alpha=2), x.float().add(x, alpha=0.5), m + 1),
+    "sums with numbers": lambda x, m: (
+        torch.add(0.3333, m, alpha=0.6667),
+        m.add(0.5, alpha=0.25),
+        x.sub(0.5, alpha=0.5),
+        torch.sub(0.5, x, alpha=0.5),
+        torch.rsub(x, 0.5, alpha=0.5),
+    ),
     "products of three": lambda x, m: (x.addcmul(x, x, value=2), x.float().addcmul(m, x)),
     "drawn": lambda x, m: m.clone().bernoulli_(1.0),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free ops that stay in float32 for what they carry: `keep_full(graph, decisions, ...)`.
+"""Ops that stay in float32 for what they carry: `keep_full(graph, decisions, ...)`.
 
 - constants that the low dtype cannot hold, and values that may leave its range (large_values.py);
 - an exact argument (a phase, a step), and every op that leads to it;
@@ -7,6 +7,8 @@
   away there is missing in every later step;
 - what comes from inputs alone, through nothing that rounds: an embedding, its dropout, a token that
   is a parameter. It begins the residual stream, and torch.autocast keeps it in float32;
+- a matmul of state alone by a vector, as in the power iteration of spectral_norm, whose vectors are
+  state;
 - a number, and a gradient that has one number for many elements, as the seed of a backward pass
   has: everything computed from it has its one rounding error, which no mean removes.
 """
@@ -17,10 +19,15 @@ from collections.abc import Sequence
 
 import attrs
 
+from amp_ir.amp import type_hints
 from amp_ir.amp.decisions import Decision, Mode
-from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES, reason_of
 from amp_ir.amp.large_values import pin_large_values
+from amp_ir.amp.policies import product_in_float32
 from amp_ir.ir.step_graph import Op, StepGraph
+
+# What rules of the user's ask for is done.
+_OF_MATMULS = {reason_of(type_hints.matmul), reason_of(product_in_float32)}
 
 
 @attrs.frozen
@@ -40,6 +47,7 @@ def keep_full(
     pin_large_values(graph, decisions, amp_dtype, large)
     _pin_before_exact_arguments(graph, decisions)
     _pin_state(graph, decisions, border.state)
+    _pin_vectors_of_state(graph, decisions, border)
     _pin_unrounded(graph, decisions)
     _pin_numbers(graph, decisions)
 
@@ -95,6 +103,34 @@ def _is_sum_of_update(op: Op, decision: Decision) -> bool:
 
 def _is_transparent(op: Op, decision: Decision) -> bool:
     return op.is_view or (decision.label == "free" and not decision.sets_result)
+
+
+def _pin_vectors_of_state(graph: StepGraph, decisions: Sequence[Decision], border: Border) -> None:
+    """Keep matmuls by a vector in float32 that no batch reaches.
+
+    They read the matrix once, so that a low copy of it saves nothing. With spectral_norm, whose
+    vectors are rounded by such a matmul in bfloat16, state is 1.8e-3 from float64 as a share of how
+    far it moved in three steps, and else 4e-4: torch.autocast on a CPU, with mv in float32, 5e-4.
+    """
+    if not border.state:
+        return  # Which inputs are a batch is not known.
+    of_batch = set(border.batch)
+    for op in graph.ops:
+        decision = decisions[op.position]
+        if not of_batch.isdisjoint(op.reads):
+            # What an optimizer writes is state, of which a GAN's critic has a second forward pass.
+            if op.location.phase != "optimizer":
+                of_batch.update(op.results)
+        elif (
+            decision.reason in _OF_MATMULS and op.name == "relax.matmul" and _has_vector(graph, op)
+        ):
+            reason = "A matmul of state alone by a vector: a low copy of the matrix saves nothing"
+            decision.pin("vector_of_state", reason)
+
+
+def _has_vector(graph: StepGraph, op: Op) -> bool:
+    first, second = (graph.values[leaf] for leaf in op.reads)
+    return first.shape[-1] in (first.size, second.size)
 
 
 def _pin_unrounded(graph: StepGraph, decisions: Sequence[Decision]) -> None:

@@ -24,7 +24,7 @@ from amp_ir.capture.selections import Selection, decides_later
 _TENSOR: Any = torch.Tensor
 # Above it, rows of one place are added up at once, and not one after the other as in PyTorch.
 _MOST_ADDED = 16
-_OPTIONS = frozenset({"as_tuple", "dim", "index", "source", "alpha"})
+_OPTIONS = frozenset({"as_tuple", "dim", "index", "source", "alpha", "mask"})
 
 
 @attrs.frozen(eq=False)
@@ -153,6 +153,14 @@ def _out_of_place(x: Any, *args: Any, **kwargs: Any) -> Any:
     return _add_at(x.clone(), *args, **kwargs)
 
 
+def _masked_select(x: Any, mask: Any) -> Any:
+    if isinstance(x, PackedPart) or not decides_later(mask) or mask.dtype is not torch.bool:
+        return NotImplemented
+    if x.shape == mask.shape:
+        return _get(x, mask)
+    return _get(*torch.broadcast_tensors(x, mask))
+
+
 def _taken_at(x: Any, dim: int, index: Any) -> Any:
     is_first = type(index) is Places and not isinstance(x, PackedPart) and dim in (0, -x.ndim)
     return _get(x, index) if is_first else NotImplemented
@@ -174,6 +182,7 @@ _CALLS: Mapping[Any, Callable[..., Any]] = {
     _TENSOR.__setitem__: _set,
     torch.where: _where,
     **dict.fromkeys((torch.nonzero, _TENSOR.nonzero, torch.argwhere, _TENSOR.argwhere), _places),
+    **dict.fromkeys((torch.masked_select, _TENSOR.masked_select), _masked_select),
     _TENSOR.index_add_: _add_at,
     **dict.fromkeys((torch.index_add, _TENSOR.index_add), _out_of_place),
     **dict.fromkeys((torch.index_select, _TENSOR.index_select), _taken_at),

@@ -33,10 +33,11 @@ def _no_integers(func: Any, _args: Any, _kwargs: Any, dtypes: list[torch.dtype])
 
 
 def _sums(
-    func: Any, _args: Any, kwargs: Mapping[str, Any], dtypes: list[torch.dtype]
+    func: Any, args: Any, kwargs: Mapping[str, Any], dtypes: list[torch.dtype]
 ) -> _Refusal | None:
     factor = kwargs.get("alpha", 1)
-    if not (isinstance(factor, float) and _are_exact(dtypes)):
+    has_float = any(isinstance(one, float | complex) for one in args)
+    if has_float or not (isinstance(factor, float) and _are_exact(dtypes)):
         return None
     return _refusal(f"{func} of {_name(dtypes[0])} with alpha={factor}", "Cast it: x.float()")
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from amp_ir.capture.decompositions.ctc import ctc_loss, padded_targets
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import UnsupportedCall
 from amp_ir.capture.row_calls import ELEMENTWISE, call_by_row, inner_axis, inner_index, is_filled
@@ -121,6 +122,8 @@ class SelectedRows(PackedPart):
             return self._loss(func, args, options)
         if func in (F.cross_entropy, F.nll_loss):
             return self._class_loss(func, args, options)
+        if func is F.ctc_loss:
+            return self._ctc_loss(*args, **options)
         if name == "cat":
             return self._joined(*args, **options)
         if not args or args[0] is not self or any(map(_is_part, (*args[1:], *options.values()))):
@@ -213,6 +216,17 @@ class SelectedRows(PackedPart):
         if options.get("reduction") != "none":
             return loss
         return self._with(loss.unflatten(0, shape))
+
+    def _ctc_loss(
+        self, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """Compute the loss of targets that are selected one after the other."""
+        others = (log_probs, input_lengths, target_lengths)
+        if targets is not self or self.rest or any(map(_is_part, others)):
+            return NotImplemented
+        rows = padded_targets(self.expanded(), self.selection.kept, target_lengths)
+        return ctc_loss(log_probs, rows, input_lengths, target_lengths, *rest, **options)
 
     def _joined(self, parts: Any, dim: Any = 0) -> Any:
         """Join rows along one of their own axes."""

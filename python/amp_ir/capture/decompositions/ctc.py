@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from amp_ir.capture.decompositions.checked_lengths import require_lengths
 from amp_ir.capture.define_op import define_op
 
 aten = torch.ops.aten
@@ -122,6 +123,31 @@ def ctc_loss(
         log_probs, targets, _in_tensor(input_lengths), _in_tensor(target_lengths), *rest, **options
     )
     return loss
+
+
+def padded_targets(
+    labels: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor | Sequence[int]
+) -> torch.Tensor:
+    """Return a row for each target of labels[mask], which has them one after the other.
+
+    The labels are int[*mask.shape], the result int[n, longest]. The step checks what PyTorch does
+    of targets one after the other: that the lengths int[n] add up to their number.
+    """
+    count, lengths = mask.numel(), _in_tensor(lengths).to(mask.device)
+    # With a row of the mask for each target, as masks of padding have.
+    longest = mask.shape[-1] if mask.shape[:-1] == lengths.shape else count
+    # What is not selected is written to one more place, which none reads but for padding.
+    places = torch.where(mask, mask.flatten().cumsum(0).view_as(mask) - 1, count)
+    in_turn = labels.new_zeros(count + 1).scatter(0, places.flatten(), labels.flatten())
+    starts = (lengths.cumsum(0) - lengths).unsqueeze(1)
+    targets = in_turn[(starts + torch.arange(longest, device=mask.device)).clamp(0, count)]
+    text = "target_lengths of ctc_loss add up to the number of labels that the mask selects, plus 0"
+    targets = require_lengths(targets, (lengths.sum() - mask.sum()).view(1), 0, 0, text)
+    text = (
+        f"targets of ctc_loss have at most {longest} labels, as each row of the mask that selects "
+        "them (flatten labels and mask for longer ones)"
+    )
+    return require_lengths(targets, lengths, 0, longest, text)
 
 
 def _in_tensor(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
