@@ -66,7 +66,7 @@ class Observer:
         identities: Identities,
     ) -> None:
         self.objects = ObservedObjects(opaque, replaced, identities.fakes)
-        self._give_id, self._id_of = identities.give_id, identities.id_of
+        self._identities = identities
         self.read_values: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = {}
         self.numpy_line: tuple[str, int] = ("", 0)
         self.has_drawn = False
@@ -231,16 +231,13 @@ class Observer:
         cached = frame.f_globals.get(code.co_name)
         if isinstance(cached, functools._lru_cache_wrapper):
             self.objects.caches[id(cached)] = cached, -1
-        if "id" in reads.global_names:
-            self._give_id(frame.f_globals)
+        self._identities.give(frame.f_globals, reads.global_names)
         if "random" in reads.attributes and not self.numpy_line[0]:
             if any(one is numpy for one in map(frame.f_globals.get, reads.global_names)):
                 self.numpy_line = code.co_filename, reads.lines["random"]
         found = self._held(frame)
         if is_users:
             self._users_names |= reads.attributes
-            if code not in self._users_codes:
-                self._refuse_types(code, reads)
             self._users_codes[code] = None
             found += self._globals(frame, reads)
             found += self._cells(frame, reads)
@@ -293,15 +290,6 @@ class Observer:
         self.has_drawn = True
         self._diagnostics.add(*outside_calls.draw(what, self._locator.here()))
 
-    def _refuse_types(self, code: CodeType, reads: CodeReads) -> None:
-        for line in reads.type_lines:
-            self._diagnostics.add(
-                "type(...) is compared with a type of tensors, and while a step is captured "
-                "tensors are of another one",
-                Location(file=code.co_filename, line=line),
-                "Write isinstance(x, torch.Tensor), or isinstance(x, torch.nn.Parameter)",
-            )
-
     def note_read(self, tensor: torch.Tensor) -> None:
         """Record that the step depends on the value of a tensor of the user's, as a guard."""
         if id(tensor) not in self.read_values:
@@ -329,7 +317,7 @@ class Observer:
         file = Path(frame.f_code.co_filename).name
         names = reads.global_names | reads.global_stores.keys()
         for key in names:
-            is_builtin = key not in owner or owner[key] is self._id_of
+            is_builtin = key not in owner or owner[key] is self._identities.builtins.get(key)
             if is_builtin and key not in reads.global_stores:
                 continue
 
