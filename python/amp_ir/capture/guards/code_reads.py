@@ -22,6 +22,7 @@ _CELL_STORES = frozenset(name for name in _OF_CELLS if name.startswith(_STORES))
 _LOADS = frozenset(name for name in _NAMED if name.startswith("LOAD_"))
 _ATTRIBUTE_LOADS = frozenset(name for name in _LOADS if name.endswith(("_ATTR", "_METHOD")))
 _GLOBAL_LOADS = _LOADS - _ATTRIBUTE_LOADS
+_ATTRIBUTE_LOADS |= {"IMPORT_FROM"}
 # Those that make or pass on a cell read nothing in it.
 _CELL_LOADS = _OF_CELLS - _CELL_STORES - {"MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS"}
 _ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
