@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
-
 from amp_ir.capture.guards.code_reads import reads_of
 
 LIMIT, ROWS = 1, ()
@@ -87,14 +84,3 @@ def test_closure_variables_of_functions_and_of_class_bodies() -> None:
     assert found.cell_loads == {"in_function", "in_class", "passed_on"}
     assert found.cell_stores == {"written": step.__code__.co_firstlineno + 2}
     assert found.stored_first == {"written"}
-
-
-def test_lines_that_compare_the_type_of_something_with_that_of_tensors() -> None:
-    def step(x: Any, model: Any) -> Any:
-        first = type(x) == torch.Tensor, x.__class__ is not torch.Tensor  # noqa: E721
-        if type(x) not in (torch.Tensor, nn.Parameter) or type(model) is nn.Linear:
-            return type(model).__name__ == "Linear" and isinstance(x, torch.Tensor) is False
-        return first, isinstance(x, torch.Tensor) and type(model) is nn.Linear
-
-    start = step.__code__.co_firstlineno
-    assert reads_of(step.__code__).type_lines == [start + 1, start + 1, start + 2]

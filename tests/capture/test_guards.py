@@ -669,10 +669,6 @@ VERSION = (
     "_version counts the writes to a tensor, and those of a compiled step do not. Count updates in "
     "a buffer of the model, or compare the numbers themselves"
 )
-OF_TYPE = (
-    "type(...) is compared with a type of tensors, and while a step is captured tensors are of "
-    "another one. Write isinstance(x, torch.Tensor), or isinstance(x, torch.nn.Parameter)"
-)
 WRITES = (
     "writes to a tensor outside of the model and the optimizer. Pass its module in model=[...], "
     "register it as a buffer of the model, pass its optimizer in optimizer=, or update it after "
@@ -788,22 +784,6 @@ def reads_a_version(_box: Box, value: torch.Tensor) -> torch.Tensor:
     return value if value._version else 2 * value
 
 
-def compares_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
-    return value if type(value) is torch.Tensor else 2 * value
-
-
-def looks_for_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
-    return value if type(value) in (torch.Tensor, nn.Parameter) else 2 * value
-
-
-def compares_the_name_of_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
-    return value if type(value).__name__ == "Tensor" else 2 * value
-
-
-def looks_into_the_name_of_a_type(_box: Box, value: torch.Tensor) -> torch.Tensor:
-    return value if "Parameter" in repr(type(value)) else 2 * value
-
-
 OF_BOX = "of closure variable 'box' of {f}"
 REFUSED = [
     (counts, 1, f"changes attribute 'count' {OF_BOX}, which was 0 and becomes 1. {MOVE}"),
@@ -843,10 +823,6 @@ REFUSED = [
     (reads_an_address, 1, ADDRESS),
     (reads_the_address_of_memory, 1, ADDRESS),
     (reads_the_address_of_typed_memory, 1, ADDRESS),
-    (compares_a_type, 1, OF_TYPE),
-    (looks_for_a_type, 1, OF_TYPE),
-    (compares_the_name_of_a_type, 1, OF_TYPE),
-    (looks_into_the_name_of_a_type, 1, OF_TYPE),
     (reads_a_version, 1, VERSION),
     (averages, 1, f"aten.lerp_.Scalar {WRITES}"),
 ]

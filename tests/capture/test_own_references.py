@@ -140,6 +140,8 @@ EARLY = {
     "get": lambda o, p: bool(o.state.get(p)),
     "membership": lambda o, p: p in o.state,
     "emptiness": lambda o, p: bool(o.state),
+    "values": lambda o, p: bool(list(o.state.values())),
+    "what would be saved": lambda o, p: bool(o.state_dict()["state"]),
 }
 
 

@@ -39,6 +39,7 @@ from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
 from amp_ir.capture.refused_dtypes import refused_dtypes
+from amp_ir.capture.refused_layouts import refused_layout
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
@@ -310,8 +311,8 @@ class Recorder(TorchDispatchMode):
     def _check_dtypes(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: Location
     ) -> None:
-        """Refuse dtypes that PyTorch's kernels refuse, and its fakes do not."""
-        refused = refused_dtypes(func, args, kwargs)
+        """Refuse dtypes that PyTorch's kernels refuse, and its fakes do not; and some layouts."""
+        refused = refused_dtypes(func, args, kwargs) or refused_layout(func, args, kwargs)
         if refused is not None:
             self._diagnostics.add(refused[0], location, refused[1])
             raise TracingStopped

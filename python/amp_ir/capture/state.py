@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,7 +26,7 @@ from amp_ir.capture.patches.generators import keep_generators
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.untouched_zeros import UntouchedZeros
 from amp_ir.distributed.shards import Shards
-from amp_ir.errors import StateError
+from amp_ir.errors import AmpIrError, StateError
 from amp_ir.ir.step_module import Role
 from amp_ir.ir.unusable_tensors import tensor_error
 
@@ -127,8 +127,23 @@ class State:
         ]
 
 
-def find_state(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> State:
-    """Name every tensor of the models and optimizers; tied tensors get their first name."""
+class LookedEarlyError(AmpIrError, RuntimeError):
+    """The step of a user's optimizer looks at state that PyTorch's part of it has not made yet."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(f"{type(optimizer).__name__} looks at its state before its first step")
+        self.optimizer = optimizer
+
+
+def find_state(
+    models: list[torch.nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    unmade: Sequence[torch.optim.Optimizer] = (),
+) -> State:
+    """Name every tensor of the models and optimizers; tied tensors get their first name.
+
+    Of optimizers, the state is made that their first step would make; not of the `unmade`.
+    """
     parameters: dict[int, StateTensor] = {}
     buffers: dict[int, StateTensor] = {}
     for index, model in enumerate(models):
@@ -148,14 +163,19 @@ def find_state(models: list[torch.nn.Module], optimizers: list[torch.optim.Optim
     )
     names = {key: entry.name for key, entry in parameters.items()}
     for index, optimizer in enumerate(optimizers):
-        _find_optimizer_state(state, index, optimizer, names)
+        is_unmade = any(one is optimizer for one in unmade)
+        fresh = {} if is_unmade else initial_state(optimizer)
+        _find_optimizer_state(state, index, optimizer, names, fresh)
     return state
 
 
 def _find_optimizer_state(
-    state: State, index: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    state: State,
+    index: int,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    fresh: Mapping[torch.Tensor, Mapping[str, torch.Tensor]],
 ) -> None:
-    fresh = initial_state(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             existing = optimizer.state.get(parameter, {})
@@ -372,7 +392,7 @@ class _StateOfFakes(collections.defaultdict[Any, Any]):
 
     Hooks look it up where no mode sees that the two are one. `looked_early` is called where the
     user's code looks at what is `made_ahead` of the optimizer's first step, which makes it in
-    PyTorch.
+    PyTorch, by `_init_group`.
     """
 
     def __init__(self, fakes: Mapping[int, torch.Tensor]) -> None:
@@ -384,22 +404,45 @@ class _StateOfFakes(collections.defaultdict[Any, Any]):
     def _by_fake(self, key: Any) -> Any:
         fake = self._fakes.get(id(key), key)
         if id(fake) in self.made_ahead:
-            self._note_look(sys._getframe(2))
+            caller = sys._getframe(2)
+            if caller.f_code.co_name == "_init_group":
+                self.made_ahead.discard(id(fake))
+            else:
+                self._note_look(caller)
         return fake
 
     def _note_look(self, caller: FrameType) -> None:
-        if self.looked_early is not None and is_users_file(caller.f_code.co_filename):
-            self.looked_early()
+        code = caller.f_code
+        if self.looked_early is not None:
+            if is_users_file(code.co_filename) or code.co_name == "state_dict":
+                self.looked_early()
+
+    def _note_look_at_all(self) -> None:
+        if self.made_ahead:
+            self._note_look(sys._getframe(2))
 
     def __len__(self) -> int:
-        if self.made_ahead:
-            self._note_look(sys._getframe(1))
+        self._note_look_at_all()
         return super().__len__()
 
     def __iter__(self) -> Iterator[Any]:
-        if self.made_ahead:
-            self._note_look(sys._getframe(1))
+        self._note_look_at_all()
         return super().__iter__()
+
+    def keys(self) -> Any:
+        """Return the parameters' fakes, and what else there is state of."""
+        self._note_look_at_all()
+        return super().keys()
+
+    def values(self) -> Any:
+        """Return the states."""
+        self._note_look_at_all()
+        return super().values()
+
+    def items(self) -> Any:
+        """Return pairs of what `keys` and `values` return."""
+        self._note_look_at_all()
+        return super().items()
 
     def __getitem__(self, key: Any) -> Any:
         return super().__getitem__(self._by_fake(key))

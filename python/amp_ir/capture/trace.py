@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.capture.arguments import check_arguments, check_training
+from amp_ir.capture.arguments import Checked, check_arguments, check_training
 from amp_ir.capture.batch import Arguments
 from amp_ir.capture.call_arguments import bound
 from amp_ir.capture.cell_loops.find_cell_loops import find_cell_loops
@@ -37,7 +37,7 @@ from amp_ir.capture.rolled_loops.find_loops import find_loops
 from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.shared_memory import refuse_shared_memory
 from amp_ir.capture.split_state import split_state
-from amp_ir.capture.state import State, find_state, move_counters
+from amp_ir.capture.state import LookedEarlyError, State, find_state, move_counters
 from amp_ir.capture.traced import Traced
 from amp_ir.capture.traces import Traces
 from amp_ir.capture.transformers_hooks import install_output_hooks
@@ -87,11 +87,40 @@ def capture_step(
         CaptureError: the step does what a compiled step cannot do; the message lists every place.
     """
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
+    unmade: list[torch.optim.Optimizer] = []
+    while True:
+        try:
+            return _captured(
+                step,
+                example_batch,
+                checked,
+                unmade,
+                numbers_as_inputs,
+                unfollowed,
+                rolls_loops=rolls_loops,
+                ranks=ranks,
+            )
+        except LookedEarlyError as error:  # at most once of each: then none is made ahead
+            unmade.append(error.optimizer)
+
+
+def _captured(
+    step: Callable[..., Any],
+    example_batch: tuple[Any, ...],
+    checked: Checked,
+    unmade: Sequence[torch.optim.Optimizer],
+    numbers_as_inputs: frozenset[str],
+    unfollowed: frozenset[str],
+    *,
+    rolls_loops: bool,
+    ranks: Ranks | None,
+) -> CapturedStep:
+    """Capture a step whose arguments are right; the state of `unmade` optimizers is its own."""
     install_output_hooks(checked.models)
     arguments = Arguments.of(example_batch, step)
     unpacked = unpack_weights(checked.models)
     moved = move_counters(checked.optimizers)
-    state = find_state(checked.models, checked.optimizers)
+    state = find_state(checked.models, checked.optimizers, unmade)
     refuse_shared_memory(state)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
     split_state(state, ranks)

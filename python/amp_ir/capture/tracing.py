@@ -40,7 +40,15 @@ from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.seeding import Seeding
 from amp_ir.capture.recording import Recorder
 from amp_ir.capture.shared_memory import shared_gradients
-from amp_ir.capture.state import State, StateTensor, fake_of, fake_of_state, kept, put_fakes
+from amp_ir.capture.state import (
+    LookedEarlyError,
+    State,
+    StateTensor,
+    fake_of,
+    fake_of_state,
+    kept,
+    put_fakes,
+)
 from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
@@ -95,6 +103,7 @@ class StepTracer:
         self._replaced: dict[int, torch.Tensor] = {}
         self._checks: list[torch.Tensor] = []
         self._stepped: list[torch.optim.Optimizer] = []
+        self._early: LookedEarlyError | None = None
         self._transaction: Transaction | None = None
 
     def trace(self) -> Traced:
@@ -127,12 +136,14 @@ class StepTracer:
             yield
         finally:
             self.effects.restore()
+            if self._early is not None:  # whatever the user's code made of it
+                raise self._early from None
 
     def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         state = self._state
         fakes = put_fakes(state)
         for optimizer in state.optimizers:
-            self._refuse_early_looks(optimizer)
+            self._watch_early_looks(optimizer)
         attributes = [dict(vars(entry.fake)) for entry in state.tensors]
         overwritten = put_values(self._hypers, self._hyper_values())
         watch = GradientWatch([fakes[id(entry.tensor)] for entry in state.parameters])
@@ -227,13 +238,18 @@ class StepTracer:
             raise self._diagnostics.error()
         return outputs
 
-    def _refuse_early_looks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse looks at the state of an optimizer of PyTorch's that has taken no step yet."""
-        kind = type(optimizer)
-        if kind.__module__.partition(".")[0] != "torch":
-            return  # its own step makes the state
+    def _watch_early_looks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse looks at the state of an optimizer of PyTorch's that has taken no step yet.
 
-        def refuse() -> None:
+        Those of a user's subclass of one are followed by another capture.
+        """
+        kind = type(optimizer)
+        is_torchs = kind.__module__.partition(".")[0] == "torch"
+
+        def looked() -> None:
+            if not is_torchs:
+                self._early = LookedEarlyError(optimizer)
+                raise self._early
             if optimizer not in self._stepped:
                 self._diagnostics.add(
                     f"looks at the state of {kind.__name__} before its first step, which makes it "
@@ -242,7 +258,7 @@ class StepTracer:
                     "Look after optimizer.step(), or take the first step in PyTorch, uncompiled",
                 )
 
-        optimizer.state.looked_early = refuse  # type: ignore[attr-defined]
+        optimizer.state.looked_early = looked  # type: ignore[attr-defined]
 
     def _hyper_values(self) -> list[float]:
         if self._other_hypers is not None and not self._other_hypers.symbolic:

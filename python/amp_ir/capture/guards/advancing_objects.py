@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import functools
+import io
+import queue
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import GeneratorType
@@ -51,10 +54,40 @@ def advancing(value: Any, name: Callable[[], str]) -> Advancing | None:
         back = functools.partial(value.set_state, whole)
         position = functools.partial(_repr_of, value.get_state)
         return Advancing(name, "a random generator", position, repr(whole), back)
-    if isinstance(value, Iterator) and not hasattr(value, "fileno"):
+    if isinstance(value, io.IOBase):
+        return None if _tell(value) is None or is_output(value) else _stream(value, name)
+    if isinstance(value, queue.SimpleQueue):
+        return Advancing(name, "a queue", value.qsize, value.qsize())
+    if isinstance(value, Iterator):
         position = functools.partial(_position, value)
         return Advancing(name, "an iterator", position, position())
     return None
+
+
+def _stream(value: Any, name: Callable[[], str]) -> Advancing:
+    before = _tell(value)
+    held = value.getvalue() if isinstance(value, (io.StringIO, io.BytesIO)) else None
+
+    def move_back() -> None:
+        if held is not None:
+            value.seek(0)
+            value.truncate()
+            value.write(held)
+        value.seek(before)
+
+    return Advancing(name, "a stream", functools.partial(_tell, value), before, move_back)
+
+
+def is_output(value: object) -> bool:
+    """Return whether a stream is the output of the process."""
+    return any(value is one for one in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
+
+
+def _tell(value: Any) -> Any:
+    try:
+        return value.tell()
+    except (OSError, ValueError):  # of a pipe, or of a closed file
+        return None
 
 
 def _repr_of(read: Callable[[], Any]) -> str:

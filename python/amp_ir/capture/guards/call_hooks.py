@@ -100,6 +100,7 @@ class CaptureGuards:
             Tier(lambda: world_size() == self._world_size, self._other_processes),
             Tier(self._flags_hold, self._changed_flags),
             Tier(ambient.holds, lambda: iter(ambient.changes())),
+            Tier(observer.readings.hold, observer.readings.changes),
             Tier(
                 lambda: not must_compare and self._groups.hold(),
                 self._changed_options,

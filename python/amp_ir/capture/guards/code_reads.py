@@ -22,6 +22,7 @@ _CELL_STORES = frozenset(name for name in _OF_CELLS if name.startswith(_STORES))
 _LOADS = frozenset(name for name in _NAMED if name.startswith("LOAD_"))
 _ATTRIBUTE_LOADS = frozenset(name for name in _LOADS if name.endswith(("_ATTR", "_METHOD")))
 _GLOBAL_LOADS = _LOADS - _ATTRIBUTE_LOADS
+_ATTRIBUTE_LOADS |= {"IMPORT_FROM"}
 # Those that make or pass on a cell read nothing in it.
 _CELL_LOADS = _OF_CELLS - _CELL_STORES - {"MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS"}
 _ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
@@ -33,9 +34,6 @@ _UNNAMED_STORES = frozenset(
 )
 # What code names that goes on where an attribute is not there.
 _CAUGHT = frozenset({"AttributeError", "Exception", "BaseException"})
-_COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
-_JUMPS = frozenset(dis.opname[code] for code in (*dis.hasjrel, *dis.hasjabs))
-_TYPES_OF, _TENSOR_TYPES = frozenset({"type", "__class__"}), frozenset({"Tensor", "Parameter"})
 _TRAVERSALS = frozenset(
     {"children", "named_children", "modules", "named_modules", "get_submodule", *_BY_STRING}
 )
@@ -48,8 +46,7 @@ class CodeReads:
     The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
     and globals that are stored before any load of them in the order of the code. `stores_unnamed`
     says that it may store attributes under computed names. `optional` are attributes that it does
-    without where they are not there. `type_lines` are the lines that compare
-    the type of something, and not what it is an instance of, with that of tensors.
+    without where they are not there.
     """
 
     attributes: set[str] = attrs.Factory(set)
@@ -61,7 +58,6 @@ class CodeReads:
     stored_first: set[str] = attrs.Factory(set)
     lines: dict[str, int] = attrs.Factory(dict)
     entry_lines: list[int] = attrs.Factory(list)
-    type_lines: list[int] = attrs.Factory(list)
     optional: frozenset[str] = frozenset()
     traverses: bool = False
     stores_unnamed: bool = False
@@ -106,17 +102,8 @@ def line_of_entry(code: CodeType, key: str) -> int:
 
 
 def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[str]) -> None:
-    names: dict[int, set[str]] = {}
     for name, argument, line in _instructions(code):
         _add_one(found, name, argument, line)
-        # Of one operand and the other: neither a comparison nor an `and` is between them.
-        known = names.setdefault(line, set())
-        if name in _NAMED or (isinstance(argument, str) and "CONST" in name):
-            known.add(argument)
-        elif name in _COMPARISONS and known & _TYPES_OF and known & _TENSOR_TYPES:
-            found.type_lines.append(line)
-        if name in _COMPARISONS or name in _JUMPS:
-            known.clear()
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner.add(constant)

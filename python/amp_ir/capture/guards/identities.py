@@ -5,7 +5,7 @@ Modules and optimizers hold fakes then, and the user's own lists, sets and dicti
 that these stand for. `p in decayed`, `masks[p]`, `id(p) in ids` and `p is q` have to be what they
 are in PyTorch: hash and `id` of a fake are those of its tensor, the two are equal in a look-up, and
 what is observed of the user's objects holds the fake while the step runs (`stand_ins`). A fake is
-an instance of the user's subclass of Parameter that its tensor is of, too.
+an instance of the user's subclass of Parameter that its tensor is of, too; `kinds` has its type.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_ir.capture.guards.kinds import kind_unless_known, let_fakes_tell, type_that_asks
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.patches.thread_patches import patch
 
@@ -30,22 +31,26 @@ _ABSENT = object()
 class Identities:
     """What tells tensors apart in Python, in one trace.
 
-    `fakes` are by the ids of their tensors. `id_of` is a function as `id`: of a fake it returns the
-    id of its tensor.
+    `fakes` are by the ids of their tensors. `builtins` are what code of the user's calls for `id`
+    and `type`, by these names: of a fake they return what those do of its tensor.
     """
 
     def __init__(self) -> None:
         self.fakes: dict[int, torch.Tensor] = {}
         self._ids: dict[int, int] = {}
         self._kinds: dict[int, type] = {}
-        self._modules: list[dict[str, Any]] = []
-        ids = self._ids
+        self._modules: list[tuple[dict[str, Any], str]] = []
+        ids, kinds = self._ids, self._kinds
 
         def id_of(value: object) -> int:
             own = id(value)
             return ids.get(own, own)
 
-        self.id_of = id_of
+        def kind_of(value: object) -> type:
+            return kinds.get(id(value)) or kind_unless_known(value)
+
+        self._id_of, self._kind_of = id_of, kind_of
+        self.builtins: dict[str, Any] = {"id": id_of, "type": type_that_asks(kind_of)}
 
     @contextlib.contextmanager
     def taken_over(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
@@ -55,8 +60,9 @@ class Identities:
             self._ids[id(fake)] = id(tensor)
             self._kinds[id(fake)] = type(tensor)
         with restoring() as restores:
-            restores.add(self._take_id_back)
-            patch(restores, FakeTensor, "__hash__", self.id_of)
+            restores.add(self._take_back)
+            patch(restores, FakeTensor, "__hash__", self._id_of)
+            let_fakes_tell(restores, self._kind_of)
             # Of every tensor, and not in a mode: hooks of the backward pass look up, too.
             patch(restores, torch.Tensor, "__eq__", self._equality())
             patch(restores, _OF_PARAMETERS, "__instancecheck__", self._instance_check())
@@ -70,16 +76,17 @@ class Identities:
 
         return check
 
-    def give_id(self, module: dict[str, Any]) -> None:
-        """Let the functions of a module, which name `id` and mean Python's, call `id_of`."""
-        if "id" not in module:
-            self._modules.append(module)
-            module["id"] = self.id_of
+    def give(self, module: dict[str, Any], names: Iterable[str]) -> None:
+        """Let the functions of a module, which name Python's `id` or `type`, call ours."""
+        for name in self.builtins.keys() & names:
+            if name not in module:
+                self._modules.append((module, name))
+                module[name] = self.builtins[name]
 
-    def _take_id_back(self) -> None:
-        for module in self._modules:
-            if module.get("id") is self.id_of:
-                del module["id"]
+    def _take_back(self) -> None:
+        for module, name in self._modules:
+            if module.get(name) is self.builtins[name]:
+                del module[name]
 
     def _equality(self) -> Callable[[Any, Any], Any]:
         """Return `==` of tensors, by which a look-up finds a tensor and its fake equal."""

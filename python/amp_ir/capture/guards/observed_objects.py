@@ -6,16 +6,26 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_ir.capture.guards.advancing_objects import Advancing, advancing
+from amp_ir.capture.guards.asked_values import asked_of_tensor
 from amp_ir.capture.guards.code_reads import CodeReads
+from amp_ir.capture.guards.library_objects import (
+    held_by_special_methods,
+    kept_by_methods,
+    leads_to,
+)
 from amp_ir.capture.guards.module_modes import KnownModes
 from amp_ir.capture.guards.places import (
     ABSENT,
@@ -27,7 +37,9 @@ from amp_ir.capture.guards.places import (
     flat,
     in_words,
     is_number,
+    is_plain,
 )
+from amp_ir.capture.guards.readings import Readings
 from amp_ir.capture.guards.stand_ins import StandIns
 from amp_ir.capture.guards.unnamed_attributes import UnnamedAttributes
 from amp_ir.capture.guards.users_objects import (
@@ -48,7 +60,9 @@ _TORCH_CONTAINERS = (
     torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
     torch.nn.ParameterDict,
 )  # fmt: skip
-_OF_STANDARD_LIBRARY = (collections.UserDict, collections.UserList, collections.ChainMap)
+# With these, code reads attributes of a class that it does not name.
+_ALL = frozenset({"vars", "__dict__"})
+_OF_EVERY_CLASS = frozenset(vars(type("_", (), {})))
 _PARTS = {
     "__code__": "the code",
     "__defaults__": "the defaults",
@@ -83,6 +97,7 @@ class ObservedObjects:
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
         self.caches: dict[int, tuple[Any, int]] = {}
         self.advancing: dict[int, Advancing] = {}
+        self.readings = Readings()
         self.known: dict[int, tuple[Any, Name]] = {}
         self.functions: dict[int, list[FunctionType]] = {}
         self.looked: set[tuple[int, int]] = set()
@@ -108,7 +123,7 @@ class ObservedObjects:
             if at in self.looked or id(value) in self._opaque or is_end(value):
                 continue
             if isinstance(value, (torch.Tensor, numpy.ndarray)):
-                self._note_values(value, name)
+                self._note_values(value, name, reads)
                 if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                     self.known.setdefault(id(value), (value, name))
                     stack += self._attributes(value, name, reads, code, is_users=False)
@@ -121,12 +136,20 @@ class ObservedObjects:
                     self.advancing[id(value)] = moving
             stack += self._members(value, name, reads, code, is_users=is_users)
 
-    def _note_values(self, value: Any, name: Name) -> None:
+    def _note_values(self, value: Any, name: Name, reads: CodeReads) -> None:
         if isinstance(value, numpy.ndarray):
             if id(value) not in self.arrays:
                 self.arrays[id(value)] = value, value.copy(), name
         elif not isinstance(value, FakeTensor):
             self.tensors.setdefault(id(value), (value, name))
+            if self.stand_ins.of(value) is value:
+                self._note_asked(value, name, reads.attributes | (reads.global_names & {"len"}))
+
+    def _note_asked(self, tensor: torch.Tensor, name: Name, names: set[str]) -> None:
+        """Guard what code asks of a tensor that is in none of the models, but for its values."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            for word, read in asked_of_tensor(tensor, names):
+                self.readings.add((id(tensor), word), part_name(word, None, name), read)
 
     def _members(
         self, value: Any, name: Name, reads: CodeReads, code: CodeType | None, *, is_users: bool
@@ -137,6 +160,7 @@ class ObservedObjects:
             yield value.__self__, name
             yield value.__func__, name
         elif isinstance(value, functools.partial):
+            self.stand_ins.put_arguments(value)
             yield value.func, name
             yield value.args, part_name("arguments", None, name)
             yield value.keywords, part_name("arguments", None, name)
@@ -145,18 +169,31 @@ class ObservedObjects:
             yield value.__wrapped__, name
         elif isinstance(value, (tuple, *CONTAINERS)):
             yield from self._items(value, name, reads, code)
-        elif isinstance(value, _OF_STANDARD_LIBRARY):
-            # Its methods, which read this, are the standard library's.
-            key = "maps" if isinstance(value, collections.ChainMap) else "data"
-            part = part_name("attribute", key, name)
-            yield self.place(vars(value), "entry", key, part, is_loaded=True), part
         elif isinstance(value, memoryview):
             yield value.obj, name
+        elif (target := leads_to(value)) is not None:
+            yield target, name
+        else:
+            yield from self._kept_in_library(value, name, reads, code)
         # One that the step makes has none yet when its `__init__` begins.
         if isinstance(value, torch.nn.Module) and "_modules" in vars(value):
             yield from self._submodules(value, name, reads)
         if not isinstance(value, (tuple, list, set, FunctionType, MethodType, Iterator)):
             yield from self._attributes(value, name, reads, code, is_users=is_users)
+
+    def _kept_in_library(
+        self, value: Any, name: Name, reads: CodeReads, code: CodeType | None
+    ) -> Iterator[tuple[Any, Name]]:
+        """Return what methods of a library's object read and write."""
+        if isinstance(value, threading.local):  # each thread has attributes of its own
+            for key in reads.touched:
+                part = part_name("attribute", key, name)
+                yield self.touch(value, "attribute", key, part, reads, code), part
+            return
+        held = held_by_special_methods(value)
+        for key in {held} if held else kept_by_methods(value, reads.attributes):
+            part = part_name("attribute", key, name)
+            yield self.place(vars(value), "entry", key, part, is_loaded=True), part
 
     def _function(self, function: FunctionType, name: Name) -> Iterator[tuple[Any, Name]]:
         self._note_parts(function)
@@ -179,7 +216,17 @@ class ObservedObjects:
             value = cell_value(cell)
             if isinstance(value, (FunctionType, MethodType, functools.partial)):
                 yield value, part_name("closure variable", key, of)
-        if function.__dict__:
+        yield from self._kept_by_function(function, of)
+
+    @staticmethod
+    def _kept_by_function(function: FunctionType, of: Name) -> Iterator[tuple[Any, Name]]:
+        if function is os.getenv:
+            yield vars(os.environ)["_data"], lambda: "os.environ"
+        registry = vars(function).get("registry")
+        if isinstance(registry, MappingProxyType):
+            # Of functools.singledispatch, beside a table that each call may fill.
+            yield registry, part_name("functions", None, of)
+        elif function.__dict__:
             yield function.__dict__, part_name("attributes", None, of)
 
     def _note_parts(self, function: FunctionType) -> None:
@@ -212,7 +259,9 @@ class ObservedObjects:
             word = "entry" if isinstance(value, dict) else "item"
             part = part_name(word, key, name)
             # One that the step has put there goes when the contents are put back.
-            if takes_any and is_number(item) and before.get(key, ABSENT) is item:
+            # A weak reference to a tensor finds no entry of its stand-in.
+            is_found = key is held_key or not isinstance(key, weakref.ref)
+            if takes_any and is_number(item) and is_found and before.get(key, ABSENT) is item:
                 self.place(value, "entry", key, part, is_loaded=True)
             yield item, part
 
@@ -263,6 +312,10 @@ class ObservedObjects:
         self, value: Any, names: set[str], name: Name, reads: CodeReads, code: CodeType | None
     ) -> Iterator[tuple[Any, Name]]:
         owners = users_classes(value if isinstance(value, type) else type(value))
+        reads_all = isinstance(value, type) and bool((reads.attributes | reads.global_names) & _ALL)
+        if reads_all:
+            names = names.union(*map(vars, owners))
+        names = names - _OF_EVERY_CLASS
         for k, owner in enumerate(owners):
             for key in names & vars(owner).keys():
                 for nearer in owners[:k]:  # one that is given the attribute takes precedence
@@ -275,8 +328,13 @@ class ObservedObjects:
                     yield self.touch(value, "attribute", key, part, reads, code), part
                     continue
                 part = part_name("attribute", key, functools.partial(_class_name, owner))
-                self.touch(owner, "attribute", key, part, reads, code)
+                # What the class holds: a classmethod gives another function each time.
+                self.touch(owner, "own", key, part, reads, code)
+                if reads_all and is_plain(found):
+                    self.place(owner, "own", key, part, is_loaded=True)
                 yield unwrapped(found), part
+                if isinstance(found, functools.singledispatchmethod):
+                    yield found.dispatcher, part
 
     def index_class(self, kind: type, names: frozenset[str] | set[str]) -> None:
         """Index the functions of a class by their code, to find the closures of those that run."""

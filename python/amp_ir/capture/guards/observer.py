@@ -16,8 +16,9 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -26,8 +27,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards import outside_calls
+from amp_ir.capture.guards.asked_values import asked_of_library, asked_of_process
 from amp_ir.capture.guards.code_reads import CodeReads, line_of_entry, reads_of
 from amp_ir.capture.guards.identities import Identities
+from amp_ir.capture.guards.library_objects import moves_a_stream, uses_a_queue
 from amp_ir.capture.guards.observed_objects import INTERNAL, Name, ObservedObjects, part_name
 from amp_ir.capture.guards.places import (
     ABSENT,
@@ -43,7 +46,7 @@ from amp_ir.ir.location import Location
 
 _MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
 _CALL, _INIT = torch.nn.Module._call_impl.__code__, torch.nn.Module.__init__.__code__
-_LIBRARY, _INSTALLED, _USERS, _RANDOM, _FILES = range(5)
+_LIBRARY, _INSTALLED, _USERS, _RANDOM, _FILES, _STREAMS = range(6)
 _HAVE_ADDRESSES = (torch.Tensor, torch.UntypedStorage)
 _NOTHING = CodeReads()
 # Beyond this, changing the hook costs more than the calls that it avoids.
@@ -66,8 +69,9 @@ class Observer:
         identities: Identities,
     ) -> None:
         self.objects = ObservedObjects(opaque, replaced, identities.fakes)
-        self._give_id, self._id_of = identities.give_id, identities.id_of
+        self._identities = identities
         self.read_values: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = {}
+        self.readings = self.objects.readings
         self.numpy_line: tuple[str, int] = ("", 0)
         self.has_drawn = False
         self._locator = locator
@@ -171,7 +175,7 @@ class Observer:
             return
         if gc.callbacks and _is_of_collector(frame):
             return
-        if kind in (_RANDOM, _FILES):
+        if kind in (_RANDOM, _FILES, _STREAMS):
             self._on_outside_code(frame, event, kind)
         elif event == "call":
             self._on_call(frame, is_users=kind == _USERS)
@@ -185,6 +189,8 @@ class Observer:
             kind = _RANDOM
         elif outside_calls.is_of_files(file):
             kind = _FILES
+        elif file in outside_calls.STREAM_FILES:
+            kind = _STREAMS
         elif file in ("<stdin>", "<string>") or file.startswith("<ipython"):
             # Typed in or generated: the function's module tells whose it is.
             root = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -231,8 +237,7 @@ class Observer:
         cached = frame.f_globals.get(code.co_name)
         if isinstance(cached, functools._lru_cache_wrapper):
             self.objects.caches[id(cached)] = cached, -1
-        if "id" in reads.global_names:
-            self._give_id(frame.f_globals)
+        self._identities.give(frame.f_globals, reads.global_names)
         if "random" in reads.attributes and not self.numpy_line[0]:
             if any(one is numpy for one in map(frame.f_globals.get, reads.global_names)):
                 self.numpy_line = code.co_filename, reads.lines["random"]
@@ -240,7 +245,8 @@ class Observer:
         if is_users:
             self._users_names |= reads.attributes
             if code not in self._users_codes:
-                self._refuse_types(code, reads)
+                for words, read in asked_of_process(reads.attributes | reads.global_names):
+                    self.readings.add(words, functools.partial(str, words), read)
             self._users_codes[code] = None
             found += self._globals(frame, reads)
             found += self._cells(frame, reads)
@@ -274,7 +280,17 @@ class Observer:
         elif outside_calls.is_clock(function, owner):
             at, here = self._locator.called_at(), self._locator.here()
             self._diagnostics.add(*outside_calls.clock(function, owner, at, here))
-        elif outside_calls.opens_files(function) and self._kind_at(frame) == _USERS:
+        elif self._kind_at(frame) == _USERS:
+            self._on_users_builtin(function, owner)
+
+    def _on_users_builtin(self, function: Any, owner: Any) -> None:
+        if isinstance(owner, (torch.Generator, ContextVar)):
+            if function.__name__ in ("get", "initial_seed"):
+                words = functools.partial(str, f"{function.__name__}() of a {type(owner).__name__}")
+                self.readings.add((id(owner), words()), words, functools.partial(_call, function))
+        elif moves_a_stream(function, owner) or uses_a_queue(function, owner):
+            self._refuse_stream(function.__name__, owner)
+        elif outside_calls.opens_files(function):
             self._diagnostics.add(*outside_calls.file(function.__name__, self._locator.here()))
 
     def _kind_at(self, frame: FrameType | None) -> int:
@@ -288,19 +304,18 @@ class Observer:
             self._refuse_draw(f"{Path(code.co_filename).stem}.{code.co_name}()")
         elif kind == _FILES and caller == _USERS and outside_calls.looks_at_files(code):
             self._diagnostics.add(*outside_calls.file(code.co_name, self._locator.here()))
+        elif kind == _STREAMS and caller == _USERS and outside_calls.moves_a_stream(code):
+            self._refuse_stream(code.co_name, frame.f_locals.get("self"))
+
+    def _refuse_stream(self, name: str, owner: object) -> None:
+        """Refuse the use of a stream or a queue, unless the step has made it."""
+        if id(owner) in self.objects.known:
+            self.has_drawn = True
+            self._diagnostics.add(*outside_calls.stream(name, owner, self._locator.here()))
 
     def _refuse_draw(self, what: str) -> None:
         self.has_drawn = True
         self._diagnostics.add(*outside_calls.draw(what, self._locator.here()))
-
-    def _refuse_types(self, code: CodeType, reads: CodeReads) -> None:
-        for line in reads.type_lines:
-            self._diagnostics.add(
-                "type(...) is compared with a type of tensors, and while a step is captured "
-                "tensors are of another one",
-                Location(file=code.co_filename, line=line),
-                "Write isinstance(x, torch.Tensor), or isinstance(x, torch.nn.Parameter)",
-            )
 
     def note_read(self, tensor: torch.Tensor) -> None:
         """Record that the step depends on the value of a tensor of the user's, as a guard."""
@@ -329,14 +344,18 @@ class Observer:
         file = Path(frame.f_code.co_filename).name
         names = reads.global_names | reads.global_stores.keys()
         for key in names:
-            is_builtin = key not in owner or owner[key] is self._id_of
+            is_builtin = key not in owner or owner[key] is self._identities.builtins.get(key)
             if is_builtin and key not in reads.global_stores:
                 continue
 
             name = functools.partial(_global_name, key, file)
-            if not is_library(owner.get(key)):
+            held = owner.get(key)
+            if not is_library(held):
                 value = self.objects.touch(owner, "entry", key, name, reads, frame.f_code)
                 found.append((value, name))
+            elif isinstance(held, ModuleType):
+                for words, read in asked_of_library(held, reads.attributes):
+                    self.readings.add(words, functools.partial(str, words), read)
         return found
 
     def _cells(self, frame: FrameType, reads: CodeReads) -> list[tuple[Any, Name]]:
@@ -379,6 +398,13 @@ _MUTATORS = frozenset(
     {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem",
      "add", "discard", "sort", "reverse", "appendleft", "extendleft", "popleft", "rotate"}
 )  # fmt: skip
+
+
+def _call(function: Any) -> Any:
+    try:
+        return function()
+    except LookupError:  # of a context variable that has no value
+        return None
 
 
 def _is_of_collector(frame: FrameType) -> bool:

@@ -6,9 +6,11 @@ A compiled step would make them only when it is captured, and go on with what th
 
 from __future__ import annotations
 
+import csv
 import datetime
 import genericpath
 import glob
+import multiprocessing
 import os
 import pathlib
 import random
@@ -21,6 +23,11 @@ from amp_ir.ir.location import Location
 
 RANDOM_FILES = frozenset(
     str(Path(random.__file__).with_name(name)) for name in ("random.py", "secrets.py", "uuid.py")
+)
+# Of their Python code, which holds a stream or a queue of C that the observer does not see.
+STREAM_FILES = frozenset({str(Path(multiprocessing.__file__).with_name("queues.py")), csv.__file__})
+_STREAM_METHODS = frozenset(
+    {"put", "put_nowait", "get", "get_nowait", "writerow", "writerows", "writeheader", "__next__"}
 )
 _CLOCKS = frozenset(
     getattr(time, name)
@@ -81,6 +88,17 @@ def file(name: str, where: Location) -> Diagnostic:
     )
 
 
+def stream(name: str, owner: object, where: Location) -> Diagnostic:
+    """Return the diagnostic for a method that reads or writes a stream, or uses a queue."""
+    return (
+        f"{name}() of a {type(owner).__name__} acts outside of the step, which a compiled step "
+        "would do only when it is captured",
+        where,
+        "Return from the step what is to be written or put, and do it after the call; read or take "
+        "before it, and pass that as an argument",
+    )
+
+
 def is_clock(function: Any, owner: Any) -> bool:
     """Return whether a builtin reads a clock."""
     if isinstance(owner, type) and issubclass(owner, datetime.date):
@@ -96,6 +114,11 @@ def opens_files(function: Any) -> bool:
 def is_of_files(file: str) -> bool:
     """Return whether a source file is the standard library's, with functions on files."""
     return file.startswith(_FILE_MODULES)
+
+
+def moves_a_stream(code: CodeType) -> bool:
+    """Return whether code of STREAM_FILES reads or writes a stream or uses a queue."""
+    return code.co_name in _STREAM_METHODS
 
 
 def looks_at_files(code: CodeType) -> bool:

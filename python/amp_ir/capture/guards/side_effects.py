@@ -337,6 +337,11 @@ def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
         new, old = dict(enumerate(now)), dict(enumerate(before))
     else:
         new, old = ({one: one for one in side} for side in (now, before))
+    is_moved = isinstance(contents.target, dict) and new.keys() == old.keys()
+    for key, other in zip(old, new, strict=True) if is_moved else ():
+        if key is not other:  # as OrderedDict.move_to_end leaves it
+            yield key, ABSENT, old[key]
+            break
     for key in {**old, **new}:
         if new.get(key, ABSENT) is not old.get(key, ABSENT):
             yield key, new.get(key, ABSENT), old.get(key, ABSENT)

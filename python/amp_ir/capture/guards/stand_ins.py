@@ -8,6 +8,8 @@ hooks look up where no mode sees that the two are one.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ class StandIns:
         self._fakes = fakes
         self._put: list[tuple[dict[str, Any], str, Any]] = []
         self._contents: list[Contents] = []
+        self._arguments: list[tuple[functools.partial[Any], tuple[Any, ...]]] = []
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Put fakes into what optimizers keep, which is not observed as other objects are."""
@@ -57,8 +60,18 @@ class StandIns:
                 if contents.put_stand_ins(self.of):
                     self._contents.append(contents)
 
+    def put_arguments(self, partial: functools.partial[Any]) -> None:
+        """Put fakes among the arguments by position, which nothing else can store."""
+        args = self.of(partial.args)
+        if args is not partial.args:
+            self._arguments.append((partial, partial.args))
+            _give(partial, args)
+
     def end(self) -> None:
-        """Put what optimizers keep back."""
+        """Put what optimizers keep back, and the arguments of partial functions."""
+        for partial, args in self._arguments:
+            _give(partial, args)
+        self._arguments.clear()
         for contents in self._contents:
             contents.put_back()
         for own, key, value in self._put:
@@ -70,11 +83,26 @@ class StandIns:
         """Return what stands for a value: that itself, but for the user's tensors."""
         if isinstance(value, torch.Tensor):
             return self._fakes.get(id(value), value)
+        if isinstance(value, weakref.ref):
+            return self._of_reference(value)
         if type(value) in (tuple, frozenset) and len(value) <= _MOST_ITEMS:
             items = [self.of(one) for one in value]
             if any(item is not one for item, one in zip(items, value, strict=True)):
                 return type(value)(items)
         return value
+
+    def _of_reference(self, reference: Any) -> Any:
+        fake = self._fakes.get(id(reference()))
+        if fake is None:
+            return reference
+        if isinstance(reference, weakref.KeyedRef):  # of a WeakValueDictionary
+            return weakref.KeyedRef(fake, reference.__callback__, reference.key)
+        return type(reference)(fake)
+
+
+def _give(partial: functools.partial[Any], args: tuple[Any, ...]) -> None:
+    state: Any = partial
+    state.__setstate__((partial.func, args, partial.keywords, vars(partial)))
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:

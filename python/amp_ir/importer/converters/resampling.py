@@ -49,7 +49,7 @@ def _forward_nearest(shape: Sequence[int], resample: Resampling) -> Resampling:
     """Return the map that PyTorch has for a result [n, c, *shape]; for its gradient it is another.
 
     Of larger planes with channels last it takes the one of small planes, too, and so of volumes:
-    the order in memory is not known here.
+    the order in memory is not known here, and the capture refuses those where the two differ.
     """
     is_small = len(shape) == 2 and sum(shape) <= _SMALL_PLANE
     return _nearest_of_planes if resample is _nearest and is_small else resample
