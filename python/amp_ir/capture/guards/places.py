@@ -62,7 +62,11 @@ class Place:
         value = self.held()
         if value is self.stand_in:
             return self.before
-        return value if type(value) is not FunctionType else vars(value).get(REPLACES, value)
+        function = value.__func__ if type(value) is staticmethod else value
+        if type(function) is not FunctionType or REPLACES not in vars(function):
+            return value
+        users = vars(function)[REPLACES]
+        return getattr(users, "__func__", users) if self.kind == "attribute" else users
 
     def held(self) -> Any:
         """Return what is there now; ABSENT for nothing."""

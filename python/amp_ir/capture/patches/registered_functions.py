@@ -17,7 +17,8 @@ def patch_annotated(restores: Restores, one: Registration) -> None:
     """Replace a registered function in this thread until `restores` run."""
     owner: Any = one.owner
     function = getattr(owner, one.name)
+    held = vars(owner).get(one.name, function)
     replacement: Any = here(one.annotated(function), function)
-    setattr(replacement, REPLACES, function)
-    is_bound = isinstance(vars(owner).get(one.name), (staticmethod, classmethod))
+    setattr(replacement, REPLACES, held)
+    is_bound = isinstance(held, (staticmethod, classmethod))
     patch(restores, owner, one.name, staticmethod(replacement) if is_bound else replacement)
