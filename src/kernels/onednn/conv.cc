@@ -54,17 +54,8 @@ bool HasFewChannels(const StridedTensor& image) {
   return image.dims[1] <= kFewChannels;
 }
 
-// An image of these dims whose channels are innermost, without gaps.
-StridedTensor WithChannelsLast(StridedTensor image) {
-  if (HasChannelsLast(image)) return image;
-  image.strides[1] = 1;
-  int64_t stride = image.dims[1];
-  for (int i = image.rank; i-- > 0;) {
-    if (i == 1) continue;
-    image.strides[i] = stride;
-    stride *= image.dims[i];
-  }
-  return image;
+StridedTensor WithChannelsLast(const StridedTensor& image) {
+  return HasChannelsLast(image) ? image : DenseChannelsLast(image);
 }
 
 // Whether to put the few channels of one activation last where the other one has them there: in the
@@ -316,10 +307,10 @@ class PlanBuilder {
               Name("conv_backward_weight ", pd.impl_info_str())};
     };
     // In bfloat16 a detour by float32 comes first.
-    if (!SameDtype(views[0].dtype, kFloat32)) return chosen();
-    while (ReadsUnwritten(chosen()) && pd.next_impl()) {
-    }
-    return chosen();
+    const bool is_full = SameDtype(views[0].dtype, kFloat32);
+    Chosen found = chosen();
+    while (is_full && ReadsUnwritten(found) && pd.next_impl()) found = chosen();
+    return found;
   }
 
   static std::string Name(const char* operation, const char* implementation) {

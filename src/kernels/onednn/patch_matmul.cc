@@ -36,17 +36,7 @@ bool HasStridesOf(const StridedTensor& t, const StridedTensor& wanted) {
 }
 
 // Whether an image is dense with its channels last: a matrix with a row for each position.
-bool IsMatrix(const StridedTensor& image) {
-  StridedTensor wanted = image;
-  wanted.strides[1] = 1;
-  int64_t stride = image.dims[1];
-  for (int i = image.rank; i-- > 0;) {
-    if (i == 1) continue;
-    wanted.strides[i] = stride;
-    stride *= image.dims[i];
-  }
-  return HasStridesOf(image, wanted);
-}
+bool IsMatrix(const StridedTensor& image) { return HasStridesOf(image, DenseChannelsLast(image)); }
 
 int64_t Positions(const StridedTensor& image) {
   int64_t positions = image.dims[0];

@@ -97,6 +97,18 @@ inline bool HasChannelsLast(const StridedTensor& t) {
   return t.rank > 2 && t.dims[1] > 1 && t.strides[1] == 1;
 }
 
+// The image with its channels innermost and no gaps.
+inline StridedTensor DenseChannelsLast(StridedTensor image) {
+  image.strides[1] = 1;
+  int64_t stride = image.dims[1];
+  for (int i = image.rank; i-- > 0;) {
+    if (i == 1) continue;
+    image.strides[i] = stride;
+    stride *= image.dims[i];
+  }
+  return image;
+}
+
 // An image with channels last, with the strides that its axes of one element have in dense memory
 // of that order; another image as it is. Libraries recognize the order by all strides: a single
 // sample with another one gets oneDNN's reference convolution, and copies from PyTorch. An image of
