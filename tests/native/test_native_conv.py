@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from amp_ir.host import native
-from convolution_calls import CASES, CHANNELS, ORDERS, Case, channels_last, operands
+from convolution_calls import CASES, CHANNELS, DTYPES, ORDERS, Case, channels_last, operands
 from native_calls import LIBRARIES, TOLERANCE, convolve, relative_error
 
 VERBS = ("conv", "conv_backward_input", "conv_backward_weight")
-
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float16),
-]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

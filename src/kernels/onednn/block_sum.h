@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "onednn/divide_up.h"
 #include "onednn/make_tiles.h"
 #include "onednn/tiles.h"
 
 namespace amp_ir::onednn {
 
-inline int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t Panels(int64_t extent) { return DivideUp(extent, kPanel); }
 
 // What out [rows, columns] = a [rows, terms] @ b [terms, columns] is divided into.

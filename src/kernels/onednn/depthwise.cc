@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "onednn/divide_up.h"
 #include "tensors/stored_float.h"
 
 namespace amp_ir::onednn {
@@ -22,8 +23,6 @@ constexpr int64_t kTasks = 32, kFewRows = 8;
 constexpr int64_t kShareOfSums = 4;
 // Multiplications below which one thread is faster: some tens of microseconds.
 constexpr int64_t kFewProducts = 1 << 17;
-
-int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t RowsDim(const StridedTensor& t) { return t.rank == 4 ? t.dims[2] : 1; }
 

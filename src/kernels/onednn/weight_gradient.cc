@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "onednn/divide_up.h"
+
 namespace amp_ir::onednn {
 namespace {
 
@@ -24,8 +26,6 @@ constexpr int64_t kMostParts = 16;
 constexpr double kCopyPanels = 0.4;
 // Multiplications below which one thread is faster: some tens of microseconds.
 constexpr int64_t kFewProducts = 1 << 20;
-
-int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Share of the lanes' registers that hold no channel.
 double Waste(int64_t channels) {
