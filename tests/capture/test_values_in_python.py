@@ -196,8 +196,8 @@ def test_a_place_that_is_read_is_told_how_to_stay_a_tensor() -> None:
     with pytest.raises(CaptureError) as refused:
         amp_ir.jit(model.by_number, model=model)(torch.ones(2, 3))
     assert (
-        "int(), bool(), if or while. A place may stay a tensor: x[k] for x[int(k)], and x[(k + "
-        "torch.arange(n)) % len(x)] for n places from k on. Keep it a tensor: return it"
+        "which the step changes. A place may stay a tensor: x[k] for x[int(k)], and x[(k + "
+        "torch.arange(n)) % len(x)] for n places from k on. Compute with x.item() itself"
         in str(refused.value)
     )
     train = amp_ir.jit(model.by_tensor, model=model)

@@ -36,6 +36,7 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.empty_reductions import check_reduced
 from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.state_reads import PLACE_ADVICE, StateReads
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
 from amp_ir.capture.refused_dtypes import refused_dtypes
@@ -56,10 +57,6 @@ _READ_ADVICE = (
     "Keep it a tensor: return it and read it after the call, or choose with torch.where. A check "
     "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
     "gradients are not finite, use amp_ir.GradScaler"
-)
-_PLACE_ADVICE = (
-    "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
-    "places from k on"
 )
 _SELECTION_ADVICE = (
     "An if around a selection by this mask may go: of no rows a[mask] = f(b[mask]) changes nothing "
@@ -128,11 +125,13 @@ class Recorder(TorchDispatchMode):
         observer: Observer,
         checks: list[torch.Tensor],
         seeding: Seeding,
+        state_reads: StateReads,
         *,
         takes_packed: bool = False,
     ) -> None:
         super().__init__()
         self._seeding = seeding
+        self._state_reads = state_reads
         self._takes_packed = takes_packed
         self._checks = checks
         self._zero_tangents = ZeroTangents()
@@ -176,7 +175,7 @@ class Recorder(TorchDispatchMode):
                 constant = constant_value(args[0])
                 return self._read(args[0]) if constant is None else constant.item()
             if not isinstance(args[0], FakeTensor):
-                self._observer.note_read(args[0])
+                self._state_reads.read_outside(args[0], location)
         unsupported = self._unsupported(func, args, kwargs)
         if unsupported is not None:
             self._diagnostics.add(unsupported[0], location, unsupported[1])
@@ -256,7 +255,8 @@ class Recorder(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor) -> int | float | bool:
         """Record the read and continue with 1, to find the other places too.
 
-        A bool that decides whether the step raises is checked by the compiled step.
+        A bool that decides whether the step raises is checked by the compiled step; what the state
+        before the step decides alone is a guard.
         """
         check = checked_read(sys._getframe(1)) if tensor.dtype is torch.bool else None
         if check is not None:
@@ -267,6 +267,9 @@ class Recorder(TorchDispatchMode):
             refuse_text(self._diagnostics, self._locator)
             raise TracingStopped
         location = self._locator.here()
+        known = self._state_reads.value(tensor, location)
+        if known is not None:
+            return known.item()
         self._diagnostics.add(*self._read_diagnostic(tensor, location))
         self._reads += 1
         if self._reads > _MOST_READS:
@@ -302,7 +305,7 @@ class Recorder(TorchDispatchMode):
         is_place = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
         parts = [
             (_PACKED_ADVICE, self._takes_packed),
-            (_PLACE_ADVICE, is_place),
+            (PLACE_ADVICE, is_place),
             (_SELECTION_ADVICE, _is_any(tensor)),
             (_READ_ADVICE, True),
         ]

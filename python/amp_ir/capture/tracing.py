@@ -31,6 +31,7 @@ from amp_ir.capture.guards.left_values import StoredValue
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import is_same
 from amp_ir.capture.guards.side_effects import SideEffects
+from amp_ir.capture.guards.state_reads import StateReads
 from amp_ir.capture.hyper_parameters import HyperParameter, put_values, symbolic_arithmetic
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.locations import Locator
@@ -97,6 +98,10 @@ class StepTracer:
         self.observer = Observer(
             self._locator, self._diagnostics, opaque, self.numbers.replace, self._identities
         )
+        self._state_reads = StateReads(
+            state.tensors, self.tape, self.observer.note_read, self._diagnostics,
+            is_alone=ranks is None,
+        )  # fmt: skip
         self.effects = SideEffects(self.observer, self.numbers.put)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
@@ -166,7 +171,7 @@ class StepTracer:
                     )
                 )
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
-                stack.enter_context(noting_reads(self.observer.note_read))
+                stack.enter_context(noting_reads(self._state_reads.note_outside))
                 stack.enter_context(
                     Recorder(
                         self._locator,
@@ -177,12 +182,13 @@ class StepTracer:
                         self.observer,
                         self._checks,
                         stack.enter_context(Seeding.watched()),
+                        self._state_reads,
                         takes_packed=self._arguments.takes_packed,
                     )
                 )
                 calls = Substitution(
                     fakes, watch, transaction, self._locator, self._diagnostics,
-                    self.observer.note_read,
+                    self._state_reads,
                 )  # fmt: skip
                 stack.enter_context(calls)
                 self.observer.objects.stand_ins.begin(state.optimizers)
@@ -211,6 +217,7 @@ class StepTracer:
         self._left["flags"] = flags = GradientFlags.of_changed(pairs)
         if flags is not None:
             self.effects.stored.append(StoredValue(flags, flags.after()))
+        self._left["state_reads"] = self._state_reads
         self._left["stored"] = tuple(self.effects.stored)
         self._left["changes"] = changes = given_arguments.changes()
         for change in changes.refused:
@@ -311,6 +318,7 @@ class StepTracer:
             leaf if place is None else None for leaf, place in zip(leaves, places, strict=True)
         )
         values = self._new_values()
+        self._state_reads.refuse_counters(values)
         gradients = [entry for entry in self._state.parameters if entry.fake.grad is not None]
         created = list(self._created())
         self._left.update(
