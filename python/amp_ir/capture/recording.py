@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -45,6 +46,7 @@ from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
 from amp_ir.capture.value_checks import CHECKED_OPS, checks_of
+from amp_ir.capture.written_outside import WrittenOutside
 from amp_ir.capture.zero_tangents import ZeroTangents
 from amp_ir.ir.empty_tensors import results_by_evaluation
 from amp_ir.ir.index_check import ASSERTIONS
@@ -126,6 +128,7 @@ class Recorder(TorchDispatchMode):
         checks: list[torch.Tensor],
         seeding: Seeding,
         state_reads: StateReads,
+        written: WrittenOutside,
         *,
         takes_packed: bool = False,
     ) -> None:
@@ -140,7 +143,7 @@ class Recorder(TorchDispatchMode):
         self._locator = locator
         self._diagnostics = diagnostics
         self._batch_storages = {_storage(tensor) for tensor in batch}
-        self._written: dict[Any, tuple[int, ...]] = {}
+        self._written = written
         self._reads = 0
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
@@ -181,11 +184,7 @@ class Recorder(TorchDispatchMode):
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped
         self._check_arguments(func, args, kwargs, location)
-        self._check_writes(func, args, kwargs)
-        if func in _BATCH_NORMS:
-            # They update running statistics in training, which their schemas do not declare.
-            statistics = [one for one in args[3:5] if one is not None and args[5]]
-            self._check_targets(func, statistics, self._transaction.before_statistics)
+        args, kwargs = self._with_checked_writes(func, args, kwargs)
         try:
             out = self._traced(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -328,22 +327,35 @@ class Recorder(TorchDispatchMode):
             self._diagnostics.add(what, location, ONE_DTYPE)
             raise TracingStopped
 
-    def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _with_checked_writes(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check and save what an op writes to; return the arguments to go on with."""
         targets = self._targets(func, args, kwargs)
         self._check_targets(func, targets, self._transaction.before_write)
+        if func in _BATCH_NORMS:
+            # They update running statistics in training, which their schemas do not declare.
+            statistics = [one for one in args[3:5] if one is not None and args[5]]
+            self._check_targets(func, statistics, self._transaction.before_statistics)
+        if self._written.found:
+            args, kwargs = pytree.tree_map(self._written.as_traced, (args, kwargs))
+        return args, kwargs
 
     def _check_targets(
         self, func: Any, targets: Iterable[torch.Tensor], save: Callable[[torch.Tensor], None]
     ) -> None:
         for target in targets:
-            if not isinstance(target, FakeTensor):
+            outside = self._written.source(target)
+            if outside is not None and self._locator.here().phase != "optimizer":
+                if self._written.take(outside):
+                    continue
+            if outside is not None:
                 what = f"{func} writes to a tensor outside of the model and the optimizer"
                 advice = (
                     "Pass its module in model=[...], register it as a buffer of the model, pass "
-                    "its optimizer in optimizer=, or update it after the step. Tensors of a dict "
-                    "or list may be in a torch.nn.ParameterDict or ParameterList, averages of "
-                    "parameters in copy.deepcopy(model) or a torch.optim.swa_utils.AveragedModel, "
-                    "in model=[...]"
+                    "its optimizer in optimizer=, or update it after the step. A tensor of a dict, "
+                    "a list or a closure is followed where it needs no gradient, is contiguous and "
+                    "no part of another one"
                 )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"

@@ -37,6 +37,7 @@ from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
+from amp_ir.capture.patches.last_rates import LastRates
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.seeding import Seeding
 from amp_ir.capture.recording import Recorder
@@ -45,6 +46,7 @@ from amp_ir.capture.state import (
     LookedEarlyError,
     State,
     StateTensor,
+    WritesOutsideError,
     fake_of,
     fake_of_state,
     kept,
@@ -54,6 +56,7 @@ from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
 from amp_ir.capture.transaction import BufferPlace, Transaction
+from amp_ir.capture.written_outside import WrittenOutside
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.ir.capturing import captured_scalers
@@ -102,6 +105,8 @@ class StepTracer:
             state.tensors, self.tape, self.observer.note_read, self._diagnostics,
             is_alone=ranks is None,
         )  # fmt: skip
+        self._last_rates = LastRates(state.optimizers)
+        self._written = WrittenOutside(self.observer.objects.tensors, state.tensors)
         self.effects = SideEffects(self.observer, self.numbers.put)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
@@ -143,6 +148,8 @@ class StepTracer:
             self.effects.restore()
             if self._early is not None:  # whatever the user's code made of it
                 raise self._early from None
+            if self._written.found:
+                raise WritesOutsideError(self._written.found) from None
 
     def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         state = self._state
@@ -170,6 +177,7 @@ class StepTracer:
                         ranks,
                     )
                 )
+                stack.enter_context(self._last_rates.followed(self.observer.readings))
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
                 stack.enter_context(noting_reads(self._state_reads.note_outside))
                 stack.enter_context(
@@ -183,6 +191,7 @@ class StepTracer:
                         self._checks,
                         stack.enter_context(Seeding.watched()),
                         self._state_reads,
+                        self._written,
                         takes_packed=self._arguments.takes_packed,
                     )
                 )
