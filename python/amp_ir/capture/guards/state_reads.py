@@ -124,7 +124,9 @@ class _Read:
             is_short = now.numel() <= _MOST_SHOWN
             words = "is another one"
             if is_short:
-                words = change_in_words(self.before.tolist(), now.tolist())
+                before, after = tuple(self.before.flatten().tolist()), tuple(now.flatten().tolist())
+                is_one = len(after) == 1
+                words = change_in_words(*((before[0], after[0]) if is_one else (before, after)))
         return f"what the step reads of {self.names} ({self.location}) {words}"
 
 
