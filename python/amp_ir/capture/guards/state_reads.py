@@ -29,7 +29,7 @@ from amp_ir.ir.location import Location
 from amp_ir.ir.short_list import short_list
 from amp_ir.ir.step_module import Role
 
-# The reads are computed at every call: a step counter takes some 10 us.
+# The reads are computed at every call: a step counter takes some 20 us.
 _MOST_ELEMENTS = 2**14
 _MOST_READS = 64
 _MOST_SHOWN = 8
