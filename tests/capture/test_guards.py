@@ -669,13 +669,6 @@ VERSION = (
     "_version counts the writes to a tensor, and those of a compiled step do not. Count updates in "
     "a buffer of the model, or compare the numbers themselves"
 )
-WRITES = (
-    "writes to a tensor outside of the model and the optimizer. Pass its module in model=[...], "
-    "register it as a buffer of the model, pass its optimizer in optimizer=, or update it after "
-    "the step. Tensors of a dict or list may be in a torch.nn.ParameterDict or ParameterList, "
-    "averages of parameters in copy.deepcopy(model) or a torch.optim.swa_utils.AveragedModel, in "
-    "model=[...]"
-)
 PASS = (
     "which a compiled step would not do. Use it outside of the step, and pass what it gives as an "
     "argument"
@@ -763,11 +756,6 @@ def lists_a_folder(_box: Box, value: Any) -> Any:
     return value * (2.0 if os.listdir(".") else 1.0)
 
 
-def averages(box: Box, value: Any) -> Any:
-    box.mean.lerp_(value.detach(), 0.1)
-    return value
-
-
 def reads_an_address(_box: Box, value: torch.Tensor) -> torch.Tensor:
     return value if value.data_ptr() else 2 * value
 
@@ -824,7 +812,6 @@ REFUSED = [
     (reads_the_address_of_memory, 1, ADDRESS),
     (reads_the_address_of_typed_memory, 1, ADDRESS),
     (reads_a_version, 1, VERSION),
-    (averages, 1, f"aten.lerp_.Scalar {WRITES}"),
 ]
 
 

@@ -180,3 +180,32 @@ def test_a_list_of_parameters_that_is_changed_in_place_compiles_again(change: Ch
     theirs, _ = trained({}, change, None, is_own=False, is_compiled=False)
     torch.testing.assert_close(ours, theirs)
     assert reasons == [OF_PARAMETERS[change]]
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_the_last_learning_rate_of_a_scheduler_is_an_input(is_dict: bool) -> None:  # noqa: FBT001
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def step(x: torch.Tensor) -> Any:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rate = scheduler.get_last_lr()[0]
+        return {"lr": rate} if is_dict else rate
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer)
+    for k in range(5):
+        found = train(torch.ones(3, 4))
+        assert (found["lr"] if is_dict else found) == 0.1 * 0.5**k
+        scheduler.step()
+    assert not train.recompiles
+    # Set by someone else: the scheduler's own list stays as it was.
+    optimizer.param_groups[0]["lr"] = 0.7
+    last = train(torch.ones(3, 4))
+    assert (last["lr"] if is_dict else last) == 0.1 * 0.5**5
+    scheduler.step()
+    last = train(torch.ones(3, 4))
+    assert (last["lr"] if is_dict else last) == scheduler.get_last_lr()[0]
+    assert "get_last_lr() of a StepLR was True and is False" in train.recompiles[0].reason

@@ -32,7 +32,7 @@ FIXED = (
     "A compiled step has fixed shapes: multiply by the mask or use torch.where instead of "
     "selecting. A mask that the step makes of constants (torch.eye, torch.arange) may select"
 )
-outside = torch.zeros(3)
+outside = torch.zeros(3, 2)[:, 0]
 foreign = nn.Parameter(torch.ones(3))
 
 
@@ -142,9 +142,8 @@ IN_A_LINE = [
         write_outside,
         "aten.add_.Tensor writes to a tensor outside of the model and the optimizer. Pass its "
         "module in model=[...], register it as a buffer of the model, pass its optimizer in "
-        "optimizer=, or update it after the step. Tensors of a dict or list may be in a "
-        "torch.nn.ParameterDict or ParameterList, averages of parameters in copy.deepcopy(model) "
-        "or a torch.optim.swa_utils.AveragedModel, in model=[...]",
+        "optimizer=, or update it after the step. A tensor of a dict, a list or a closure is "
+        "followed where it needs no gradient, is contiguous and no part of another one",
     ),
     (
         write_batch,

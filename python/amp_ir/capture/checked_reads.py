@@ -26,6 +26,7 @@ _OURS = str(Path(__file__).parent.parent) + "/"
 # PyTorch's files that check values; all others only stand between a read and our mode.
 _CHECKING = ("nn/", "optim/", "distributions/", "functional.py", "__init__.py")
 _MOST_TEXT = 120
+_EXITS = ("sys.exit", "exit", "quit")
 
 
 @attrs.frozen
@@ -73,9 +74,16 @@ def _parsed(name: str, _text: str) -> tuple[ast.If | ast.Assert, ...]:
     return tuple(
         one
         for one in ast.walk(tree)
-        if isinstance(one, ast.Assert)
-        or (isinstance(one, ast.If) and isinstance(one.body[-1], ast.Raise))
+        if isinstance(one, ast.Assert) or (isinstance(one, ast.If) and _ends_the_call(one.body[-1]))
     )
+
+
+def _ends_the_call(statement: ast.stmt) -> bool:
+    """Return whether a statement raises, as `sys.exit(1)` does."""
+    if isinstance(statement, ast.Raise):
+        return True
+    is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    return is_call and ast.unparse(statement.value.func) in _EXITS  # type: ignore[attr-defined]
 
 
 def _checks_of(name: str) -> tuple[ast.If | ast.Assert, ...]:

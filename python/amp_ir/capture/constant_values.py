@@ -27,7 +27,8 @@ _MOST_NODES = 512
 aten = torch.ops.aten
 _LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
-_Note = Callable[[torch.Tensor], None]
+# Notes a tensor whose value is read, and returns whether the step cannot have written to it.
+_Note = Callable[[torch.Tensor], bool]
 _note: contextvars.ContextVar[_Note | None] = contextvars.ContextVar(
     "amp_ir_note_read", default=None
 )
@@ -35,7 +36,10 @@ _note: contextvars.ContextVar[_Note | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def noting_reads(note: _Note) -> Iterator[None]:
-    """Tell `note` each tensor from outside of the step that a value is computed from inside."""
+    """Tell `note` each tensor from outside of the step that a value is computed from inside.
+
+    It returns whether the tensor has the value that it had before the step.
+    """
     token = _note.set(note)
     try:
         yield
@@ -50,7 +54,7 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    nodes = None if slot is None else _nodes_behind(slot.proxy.node)
+    nodes = None if slot is None else nodes_behind(slot.proxy.node, _is_constant)
     if mode is None or nodes is None or slot is None:
         return None
     root: Any = getattr(mode.tracer, "root", None)
@@ -76,9 +80,8 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(found, torch.Tensor):
         return None
     note = _note.get()
-    if note is not None:
-        for one in outside:
-            note(one)
+    if note is not None and not all([note(one) for one in outside]):
+        return None
     return found
 
 
@@ -87,8 +90,10 @@ def is_from_outside(node: torch.fx.Node) -> bool:
     return any(user.target not in _LITERALS for user in node.users)
 
 
-def _nodes_behind(last: torch.fx.Node) -> list[torch.fx.Node] | None:
-    """Return the nodes that compute `last`, in order; None if one reads an input, or many do.
+def nodes_behind(
+    last: torch.fx.Node, allows: Callable[[torch.fx.Node], bool]
+) -> list[torch.fx.Node] | None:
+    """Return the nodes that compute `last`, in order; None if one is not allowed, or many do.
 
     They include those that write into memory which one of them makes or views.
     """
@@ -99,7 +104,7 @@ def _nodes_behind(last: torch.fx.Node) -> list[torch.fx.Node] | None:
     waiting = [last]
     while waiting:
         node = waiting.pop()
-        if not _is_constant(node) or len(needed) >= _MOST_NODES:
+        if not allows(node) or len(needed) >= _MOST_NODES:
             return None
         needed.add(node)
         reached |= memory[node]
@@ -125,9 +130,14 @@ def _is_mutable(node: torch.fx.Node) -> bool:
 def _is_constant(node: torch.fx.Node) -> bool:
     if node.op == "get_attr":
         return True
+    return computes_again(node, _MOST_ELEMENTS)
+
+
+def computes_again(node: torch.fx.Node, most_elements: int) -> bool:
+    """Return whether a node computes the same each time, tensors of at most so many elements."""
     tags: Any = getattr(node.target, "tags", ())
     is_small = all(
-        one.numel() <= _MOST_ELEMENTS
+        one.numel() <= most_elements
         for one in pytree.tree_leaves(node.meta.get("val"))
         if isinstance(one, torch.Tensor)
     )

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.capture.later_number import LaterNumber, math_of_numbers
 from amp_ir.capture.patches.restores import restoring
 from amp_ir.capture.patches.thread_patches import patch_function
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
@@ -161,6 +162,9 @@ def _of_symbols(name: str, plain: Callable[..., Any], tape: FloatTape) -> Callab
     """Return a function of `math` that follows symbolic floats, or rejects them."""
 
     def function(*values: Any, **named: Any) -> Any:
+        if any(isinstance(value, LaterNumber) for value in values):
+            found = math_of_numbers(name, values)
+            return plain(*values, **named) if found is NotImplemented else found
         if not any(isinstance(value, SymbolicFloat) for value in values):
             return plain(*values, **named)
         if name == "log" and len(values) > 1:

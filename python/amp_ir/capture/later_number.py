@@ -10,10 +10,11 @@ is refused.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_ir.capture.constant_values import constant_value
@@ -56,12 +57,31 @@ def _arithmetic(operation: _Operation, *, swapped: bool = False, is_exact: bool 
     return method
 
 
+def _power(*, swapped: bool = False) -> Any:
+    """Return the method of a power; of two integers it may be a fraction, which is not followed."""
+    as_floats = _arithmetic(operator.pow, swapped=swapped, is_exact=False)
+
+    def method(self: LaterNumber, other: Any) -> Any:
+        is_tensor = isinstance(other, torch.Tensor)
+        is_float = is_tensor or any(map(_is_float, (self.tensor, _operand(other))))
+        return as_floats(self, other) if is_float else NotImplemented
+
+    return method
+
+
 def _comparison(operation: _Operation) -> Any:
     def method(self: LaterNumber, other: Any) -> Any:
         operand = _operand(other)
         return NotImplemented if operand is None else operation(self.tensor, operand)
 
     return method
+
+
+_TESTS = {"isfinite": torch.isfinite, "isnan": torch.isnan, "isinf": torch.isinf}
+_MATH: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **_TESTS, "exp": torch.exp, "log": torch.log, "log2": torch.log2, "log10": torch.log10,
+    "sqrt": torch.sqrt, "sin": torch.sin, "cos": torch.cos, "tanh": torch.tanh, "fabs": torch.abs,
+}  # fmt: skip
 
 
 class LaterNumber:
@@ -85,9 +105,21 @@ class LaterNumber:
     __mul__, __rmul__ = _arithmetic(operator.mul), _arithmetic(operator.mul, swapped=True)
     __truediv__ = _arithmetic(operator.truediv, is_exact=False)
     __rtruediv__ = _arithmetic(operator.truediv, swapped=True, is_exact=False)
+    __floordiv__ = _arithmetic(operator.floordiv)
+    __rfloordiv__ = _arithmetic(operator.floordiv, swapped=True)
+    __mod__, __rmod__ = _arithmetic(operator.mod), _arithmetic(operator.mod, swapped=True)
     __eq__, __ne__ = _comparison(operator.eq), _comparison(operator.ne)
     __lt__, __le__ = _comparison(operator.lt), _comparison(operator.le)
     __gt__, __ge__ = _comparison(operator.gt), _comparison(operator.ge)
+
+    __pow__, __rpow__ = _power(), _power(swapped=True)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of PyTorch's that takes a number, which PyTorch asks here."""
+        return call_with_numbers(func, args, kwargs or {})
 
     def __neg__(self) -> LaterNumber:
         """Return the number with the other sign."""
@@ -127,6 +159,45 @@ class LaterNumber:
 
     def _number(self) -> torch.Tensor:
         return self.tensor.to(torch.int64) if self.tensor.dtype is torch.bool else self.tensor
+
+
+def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of PyTorch's with the tensors of its numbers."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    beside = next((one for one in leaves if isinstance(one, torch.Tensor)), None)
+
+    def tensor_of(number: LaterNumber) -> torch.Tensor:
+        if beside is None:
+            return number.tensor
+        return number.tensor.to(_dtype_beside(number.tensor, beside))
+
+    args, named = pytree.tree_map_only(LaterNumber, tensor_of, (args, dict(kwargs)))
+    name = getattr(func, "__name__", "")
+    kind = name.rstrip("_")
+    if kind in ("full", "full_like") and isinstance(args[-1], torch.Tensor):
+        zero = 0.0 if args[-1].is_floating_point() else 0
+        return func(*args[:-1], zero, **named).fill_(args[-1])
+    # No tensor may be one of these.
+    if kind in ("add", "sub") and isinstance(named.get("alpha"), torch.Tensor):
+        return func(*args[:-1], args[-1] * named.pop("alpha"), **named)
+    if kind in ("addcmul", "addcdiv") and isinstance(named.get("value"), torch.Tensor):
+        return func(*args[:-2], args[-2] * named.pop("value"), args[-1], **named)
+    return func(*args, **named)
+
+
+def math_of_numbers(name: str, values: tuple[Any, ...]) -> Any:
+    """Return what a function of `math` computes of numbers; NotImplemented for other functions."""
+    function = _MATH.get(name)
+    if function is None or len(values) != 1:
+        return NotImplemented
+    x = values[0].tensor.to(torch.float64)
+    found = function(x)
+    if name in _TESTS:
+        return found
+    # Python raises where PyTorch computes an infinity or NaN.
+    is_right = torch.isfinite(found) | ~torch.isfinite(x)
+    torch._assert_async(is_right, f"math.{name}: math domain or range error")
+    return LaterNumber(found)
 
 
 def _operand(value: Any) -> Any:

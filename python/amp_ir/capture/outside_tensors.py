@@ -64,12 +64,12 @@ def lift_outside_tensors(
         return traced
     known = state.tensors
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    own = {_geometry(entry.tensor): node for entry, node in zip(known, placeholders, strict=False)}
+    own = {geometry(entry.tensor): node for entry, node in zip(known, placeholders, strict=False)}
     memory = {_address(entry.tensor): entry for entry in known if entry.tensor.numel()}
     after_state = next(node for node in graph.nodes if node not in set(placeholders[: len(known)]))
     diagnostics, added = Diagnostics(), []
     for tensor, nodes in users:
-        node = own.get(_geometry(tensor))
+        node = own.get(geometry(tensor))
         if node is None:
             sharing = memory.get(_address(tensor))
             if sharing is not None and tensor.numel():
@@ -156,7 +156,7 @@ def _report_part(
     )
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors with the same memory and layout."""
     if not tensor.numel():
         return (id(tensor),)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,6 +37,7 @@ from amp_ir.capture.diagnostics import Diagnostics, TracingStopped
 from amp_ir.capture.empty_reductions import check_reduced
 from amp_ir.capture.failure_advice import ONE_DTYPE
 from amp_ir.capture.guards.observer import Observer
+from amp_ir.capture.guards.state_reads import PLACE_ADVICE, StateReads
 from amp_ir.capture.locations import Locator, NodeMarker
 from amp_ir.capture.patches.seeding import SEEDED_ADVICE, Seeding
 from amp_ir.capture.refused_dtypes import refused_dtypes
@@ -44,6 +46,7 @@ from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
 from amp_ir.capture.transaction import Transaction
 from amp_ir.capture.value_checks import CHECKED_OPS, checks_of
+from amp_ir.capture.written_outside import WrittenOutside
 from amp_ir.capture.zero_tangents import ZeroTangents
 from amp_ir.ir.empty_tensors import results_by_evaluation
 from amp_ir.ir.index_check import ASSERTIONS
@@ -56,10 +59,6 @@ _READ_ADVICE = (
     "Keep it a tensor: return it and read it after the call, or choose with torch.where. A check "
     "of tensors that raises (if not torch.isfinite(loss): raise ...) stays; to skip a step whose "
     "gradients are not finite, use amp_ir.GradScaler"
-)
-_PLACE_ADVICE = (
-    "A place may stay a tensor: x[k] for x[int(k)], and x[(k + torch.arange(n)) % len(x)] for n "
-    "places from k on"
 )
 _SELECTION_ADVICE = (
     "An if around a selection by this mask may go: of no rows a[mask] = f(b[mask]) changes nothing "
@@ -128,11 +127,14 @@ class Recorder(TorchDispatchMode):
         observer: Observer,
         checks: list[torch.Tensor],
         seeding: Seeding,
+        state_reads: StateReads,
+        written: WrittenOutside,
         *,
         takes_packed: bool = False,
     ) -> None:
         super().__init__()
         self._seeding = seeding
+        self._state_reads = state_reads
         self._takes_packed = takes_packed
         self._checks = checks
         self._zero_tangents = ZeroTangents()
@@ -141,7 +143,7 @@ class Recorder(TorchDispatchMode):
         self._locator = locator
         self._diagnostics = diagnostics
         self._batch_storages = {_storage(tensor) for tensor in batch}
-        self._written: dict[Any, tuple[int, ...]] = {}
+        self._written = written
         self._reads = 0
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
@@ -176,17 +178,13 @@ class Recorder(TorchDispatchMode):
                 constant = constant_value(args[0])
                 return self._read(args[0]) if constant is None else constant.item()
             if not isinstance(args[0], FakeTensor):
-                self._observer.note_read(args[0])
+                self._state_reads.read_outside(args[0], location)
         unsupported = self._unsupported(func, args, kwargs)
         if unsupported is not None:
             self._diagnostics.add(unsupported[0], location, unsupported[1])
             raise TracingStopped
         self._check_arguments(func, args, kwargs, location)
-        self._check_writes(func, args, kwargs)
-        if func in _BATCH_NORMS:
-            # They update running statistics in training, which their schemas do not declare.
-            statistics = [one for one in args[3:5] if one is not None and args[5]]
-            self._check_targets(func, statistics, self._transaction.before_statistics)
+        args, kwargs = self._with_checked_writes(func, args, kwargs)
         try:
             out = self._traced(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -256,7 +254,8 @@ class Recorder(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor) -> int | float | bool:
         """Record the read and continue with 1, to find the other places too.
 
-        A bool that decides whether the step raises is checked by the compiled step.
+        A bool that decides whether the step raises is checked by the compiled step; what the state
+        before the step decides alone is a guard.
         """
         check = checked_read(sys._getframe(1)) if tensor.dtype is torch.bool else None
         if check is not None:
@@ -267,6 +266,9 @@ class Recorder(TorchDispatchMode):
             refuse_text(self._diagnostics, self._locator)
             raise TracingStopped
         location = self._locator.here()
+        known = self._state_reads.value(tensor, location)
+        if known is not None:
+            return known.item()
         self._diagnostics.add(*self._read_diagnostic(tensor, location))
         self._reads += 1
         if self._reads > _MOST_READS:
@@ -302,7 +304,7 @@ class Recorder(TorchDispatchMode):
         is_place = not tensor.dtype.is_floating_point and tensor.dtype is not torch.bool
         parts = [
             (_PACKED_ADVICE, self._takes_packed),
-            (_PLACE_ADVICE, is_place),
+            (PLACE_ADVICE, is_place),
             (_SELECTION_ADVICE, _is_any(tensor)),
             (_READ_ADVICE, True),
         ]
@@ -325,22 +327,35 @@ class Recorder(TorchDispatchMode):
             self._diagnostics.add(what, location, ONE_DTYPE)
             raise TracingStopped
 
-    def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _with_checked_writes(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check and save what an op writes to; return the arguments to go on with."""
         targets = self._targets(func, args, kwargs)
         self._check_targets(func, targets, self._transaction.before_write)
+        if func in _BATCH_NORMS:
+            # They update running statistics in training, which their schemas do not declare.
+            statistics = [one for one in args[3:5] if one is not None and args[5]]
+            self._check_targets(func, statistics, self._transaction.before_statistics)
+        if self._written.found:
+            args, kwargs = pytree.tree_map(self._written.as_traced, (args, kwargs))
+        return args, kwargs
 
     def _check_targets(
         self, func: Any, targets: Iterable[torch.Tensor], save: Callable[[torch.Tensor], None]
     ) -> None:
         for target in targets:
-            if not isinstance(target, FakeTensor):
+            outside = self._written.source(target)
+            if outside is not None and self._locator.here().phase != "optimizer":
+                if self._written.take(outside):
+                    continue
+            if outside is not None:
                 what = f"{func} writes to a tensor outside of the model and the optimizer"
                 advice = (
                     "Pass its module in model=[...], register it as a buffer of the model, pass "
-                    "its optimizer in optimizer=, or update it after the step. Tensors of a dict "
-                    "or list may be in a torch.nn.ParameterDict or ParameterList, averages of "
-                    "parameters in copy.deepcopy(model) or a torch.optim.swa_utils.AveragedModel, "
-                    "in model=[...]"
+                    "its optimizer in optimizer=, or update it after the step. A tensor of a dict, "
+                    "a list or a closure is followed where it needs no gradient, is contiguous and "
+                    "no part of another one"
                 )
             elif _storage(target) in self._batch_storages:
                 what = f"{func} writes to a tensor of the batch"

@@ -135,14 +135,24 @@ class LookedEarlyError(AmpIrError, RuntimeError):
         self.optimizer = optimizer
 
 
+class WritesOutsideError(AmpIrError, RuntimeError):
+    """The step writes to `tensors` outside of the models and optimizers, with their names."""
+
+    def __init__(self, tensors: list[tuple[torch.Tensor, str]]) -> None:
+        super().__init__(f"the step writes to {', '.join(name for _, name in tensors)}")
+        self.tensors = tensors
+
+
 def find_state(
     models: list[torch.nn.Module],
     optimizers: list[torch.optim.Optimizer],
     unmade: Sequence[torch.optim.Optimizer] = (),
+    written: Sequence[tuple[torch.Tensor, str]] = (),
 ) -> State:
     """Name every tensor of the models and optimizers; tied tensors get their first name.
 
     Of optimizers, the state is made that their first step would make; not of the `unmade`.
+    `written` are tensors elsewhere that the step writes to, with their names.
     """
     parameters: dict[int, StateTensor] = {}
     buffers: dict[int, StateTensor] = {}
@@ -153,6 +163,8 @@ def find_state(
             parameters.setdefault(id(parameter), entry)
         for name, buffer in model.named_buffers():
             buffers.setdefault(id(buffer), StateTensor(prefix + name, Role.BUFFER, buffer))
+    for tensor, name in written:
+        buffers[id(tensor)] = StateTensor(name, Role.BUFFER, tensor)
     gradients = {
         key: StateTensor(f"{entry.name}.grad", Role.GRADIENT, entry.tensor.grad)
         for key, entry in parameters.items()

@@ -8,7 +8,7 @@ replaced by its fake there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -27,6 +27,7 @@ from amp_ir.capture.decompositions.torch_functions import decompose
 from amp_ir.capture.diagnostics import Diagnostics, TracingStopped, UnsupportedCall
 from amp_ir.capture.gradient_watch import GradientWatch
 from amp_ir.capture.guards.left_values import holds_symbol
+from amp_ir.capture.guards.state_reads import StateReads
 from amp_ir.capture.locations import Locator, is_users_file
 from amp_ir.capture.mask_indices import select_by_mask
 from amp_ir.capture.recording import caller_advice
@@ -53,6 +54,7 @@ _TAKES_VALUES = (
     torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__,
     torch.Tensor.__reduce_ex__,
 )  # fmt: skip
+_COPIES_VALUES = (torch.Tensor.tolist, torch.Tensor.numpy)
 # Types of arguments that are passed on.
 _AS_THEY_ARE = frozenset(
     (FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -77,14 +79,14 @@ class Substitution(TorchFunctionMode):
         transaction: Transaction,
         locator: Locator,
         diagnostics: Diagnostics,
-        note_read: Callable[[torch.Tensor], None],
+        state_reads: StateReads,
     ) -> None:
         super().__init__()
         self._fakes = fakes
         self._watch = watch
         self._locator = locator
         self._diagnostics = diagnostics
-        self._note_read = note_read
+        self._state_reads = state_reads
         self.data = DataAssignments(fakes.values(), transaction, diagnostics, locator)
         self.shown_at: dict[Location, None] = {}
 
@@ -131,7 +133,7 @@ class Substitution(TorchFunctionMode):
 
     def _values_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what is taken from the memory of a tensor from outside, which is a guard then."""
-        self._note_read(args[0])
+        self._state_reads.read_outside(args[0], self._locator.here())
         with _disable_current_modes():
             return func(*args, **kwargs)
 
@@ -142,6 +144,11 @@ class Substitution(TorchFunctionMode):
             args = *args[:2], _tensor_of(args[2], args[0])
         if func in _TAKES_VALUES and not isinstance(args[0], (FakeTensor, PackedPart)):
             return self._values_of(func, args, kwargs)
+        if func in _COPIES_VALUES and type(args[0]) is FakeTensor:
+            known = self._state_reads.value(args[0], self._locator.here())
+            if known is not None:
+                with _disable_current_modes():
+                    return func(known, *args[1:], **kwargs)
         is_packed = not _AS_THEY_ARE.issuperset(map(type, args)) and any(map(_is_packed, args))
         if is_packed and any(type(one) is ChosenRow for one in args):
             return call_with_rows(func, args, kwargs, self._called)

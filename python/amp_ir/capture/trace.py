@@ -37,7 +37,13 @@ from amp_ir.capture.rolled_loops.find_loops import find_loops
 from amp_ir.capture.scaler_state import find_scaler_state
 from amp_ir.capture.shared_memory import refuse_shared_memory
 from amp_ir.capture.split_state import split_state
-from amp_ir.capture.state import LookedEarlyError, State, find_state, move_counters
+from amp_ir.capture.state import (
+    LookedEarlyError,
+    State,
+    WritesOutsideError,
+    find_state,
+    move_counters,
+)
 from amp_ir.capture.traced import Traced
 from amp_ir.capture.traces import Traces
 from amp_ir.capture.transformers_hooks import install_output_hooks
@@ -45,6 +51,7 @@ from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import ArgumentError, CaptureError
 from amp_ir.ir.captured_step import CapturedStep
 from amp_ir.ir.random_draws import number_draws
+from amp_ir.ir.short_list import short_names
 from amp_ir.ir.step_module import StepHooks
 
 __all__ = ["capture_model", "capture_step", "check_training"]
@@ -88,6 +95,7 @@ def capture_step(
     """
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
     unmade: list[torch.optim.Optimizer] = []
+    written: list[tuple[torch.Tensor, str]] = []
     while True:
         try:
             return _captured(
@@ -95,6 +103,7 @@ def capture_step(
                 example_batch,
                 checked,
                 unmade,
+                written,
                 numbers_as_inputs,
                 unfollowed,
                 rolls_loops=rolls_loops,
@@ -102,6 +111,8 @@ def capture_step(
             )
         except LookedEarlyError as error:  # at most once of each: then none is made ahead
             unmade.append(error.optimizer)
+        except WritesOutsideError as error:  # of each tensor once: then it is state
+            written += error.tensors
 
 
 def _captured(
@@ -109,18 +120,22 @@ def _captured(
     example_batch: tuple[Any, ...],
     checked: Checked,
     unmade: Sequence[torch.optim.Optimizer],
+    written: Sequence[tuple[torch.Tensor, str]],
     numbers_as_inputs: frozenset[str],
     unfollowed: frozenset[str],
     *,
     rolls_loops: bool,
     ranks: Ranks | None,
 ) -> CapturedStep:
-    """Capture a step whose arguments are right; the state of `unmade` optimizers is its own."""
+    """Capture a step whose arguments are right; the state of `unmade` optimizers is its own.
+
+    `written` are tensors outside of the models that it is known to write to.
+    """
     install_output_hooks(checked.models)
     arguments = Arguments.of(example_batch, step)
     unpacked = unpack_weights(checked.models)
     moved = move_counters(checked.optimizers)
-    state = find_state(checked.models, checked.optimizers, unmade)
+    state = find_state(checked.models, checked.optimizers, unmade, written)
     refuse_shared_memory(state)
     state.scalers = find_scaler_state(checked.scalers, _device_of(state))
     split_state(state, ranks)
@@ -165,7 +180,7 @@ def _captured(
             *capture_notes(graph, state, interface, followed),
             *number_notes(followed, unfollowed),
             *unrolled,
-            *_notes_on(moved, unpacked),
+            *_notes_on(moved, unpacked, written),
             *((NOT_TRAINED,) if _trains_nothing(checked.optimizers, traced) else ()),
             *shown_notes(traced.shown_at),
         ),
@@ -192,7 +207,12 @@ def _trains_nothing(optimizers: Sequence[torch.optim.Optimizer], traced: Traced)
     return bool(optimizers) and traced.gives_gradients and not traced.has_differentiated
 
 
-def _notes_on(moved: int, unpacked: list[str]) -> Iterator[str]:
+def _notes_on(
+    moved: int, unpacked: list[str], written: Sequence[tuple[torch.Tensor, str]]
+) -> Iterator[str]:
+    if written:
+        names = short_names([name for _, name in written])
+        yield f"{len(written)} tensors outside of the model are updated at every call: {names}."
     if moved:
         yield (
             f"{moved} step counters of the optimizer were moved from the host to their parameters' "

@@ -10,6 +10,7 @@ from amp_ir.capture.argument_changes import ArgumentChanges
 from amp_ir.capture.batch import Results
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues, Left, StoredValue, in_full
+from amp_ir.capture.guards.state_reads import StateReads
 from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.ir.location import Location
@@ -61,6 +62,7 @@ class Traced:
     has_differentiated: bool
     shown_at: tuple[Location, ...]
     assigns_parts: bool
+    state_reads: StateReads
     changes: ArgumentChanges = ArgumentChanges()
     initial_values: InitialValues = InitialValues()
     stored: tuple[StoredValue, ...] = ()

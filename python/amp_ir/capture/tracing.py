@@ -31,11 +31,13 @@ from amp_ir.capture.guards.left_values import StoredValue
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import is_same
 from amp_ir.capture.guards.side_effects import SideEffects
+from amp_ir.capture.guards.state_reads import StateReads
 from amp_ir.capture.hyper_parameters import HyperParameter, put_values, symbolic_arithmetic
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
+from amp_ir.capture.patches.last_rates import LastRates
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.seeding import Seeding
 from amp_ir.capture.recording import Recorder
@@ -44,6 +46,7 @@ from amp_ir.capture.state import (
     LookedEarlyError,
     State,
     StateTensor,
+    WritesOutsideError,
     fake_of,
     fake_of_state,
     kept,
@@ -53,6 +56,7 @@ from amp_ir.capture.substitution import Substitution
 from amp_ir.capture.symbolic_float import FloatTape, SymbolicFloat
 from amp_ir.capture.traced import Created, Traced
 from amp_ir.capture.transaction import BufferPlace, Transaction
+from amp_ir.capture.written_outside import WrittenOutside
 from amp_ir.distributed.replicas import Ranks
 from amp_ir.errors import AmpIrError, CaptureError
 from amp_ir.ir.capturing import captured_scalers
@@ -97,6 +101,12 @@ class StepTracer:
         self.observer = Observer(
             self._locator, self._diagnostics, opaque, self.numbers.replace, self._identities
         )
+        self._state_reads = StateReads(
+            state.tensors, self.tape, self.observer.note_read, self._diagnostics,
+            is_alone=ranks is None,
+        )  # fmt: skip
+        self._last_rates = LastRates(state.optimizers)
+        self._written = WrittenOutside(self.observer.objects.tensors, state.tensors)
         self.effects = SideEffects(self.observer, self.numbers.put)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
@@ -138,6 +148,8 @@ class StepTracer:
             self.effects.restore()
             if self._early is not None:  # whatever the user's code made of it
                 raise self._early from None
+            if self._written.found:
+                raise WritesOutsideError(self._written.found) from None
 
     def _run(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         state = self._state
@@ -165,8 +177,9 @@ class StepTracer:
                         ranks,
                     )
                 )
+                stack.enter_context(self._last_rates.followed(self.observer.readings))
                 stack.enter_context(symbolic_arithmetic(self.tape, self._read_value))
-                stack.enter_context(noting_reads(self.observer.note_read))
+                stack.enter_context(noting_reads(self._state_reads.note_outside))
                 stack.enter_context(
                     Recorder(
                         self._locator,
@@ -177,12 +190,14 @@ class StepTracer:
                         self.observer,
                         self._checks,
                         stack.enter_context(Seeding.watched()),
+                        self._state_reads,
+                        self._written,
                         takes_packed=self._arguments.takes_packed,
                     )
                 )
                 calls = Substitution(
                     fakes, watch, transaction, self._locator, self._diagnostics,
-                    self.observer.note_read,
+                    self._state_reads,
                 )  # fmt: skip
                 stack.enter_context(calls)
                 self.observer.objects.stand_ins.begin(state.optimizers)
@@ -211,6 +226,7 @@ class StepTracer:
         self._left["flags"] = flags = GradientFlags.of_changed(pairs)
         if flags is not None:
             self.effects.stored.append(StoredValue(flags, flags.after()))
+        self._left["state_reads"] = self._state_reads
         self._left["stored"] = tuple(self.effects.stored)
         self._left["changes"] = changes = given_arguments.changes()
         for change in changes.refused:
@@ -311,6 +327,7 @@ class StepTracer:
             leaf if place is None else None for leaf, place in zip(leaves, places, strict=True)
         )
         values = self._new_values()
+        self._state_reads.refuse_counters(values)
         gradients = [entry for entry in self._state.parameters if entry.fake.grad is not None]
         created = list(self._created())
         self._left.update(

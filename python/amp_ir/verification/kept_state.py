@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from amp_ir.verification.recorded_step import Owners
 
 
 @contextlib.contextmanager
-def kept_state(owners: Owners, scaler: Any) -> Iterator[None]:
+def kept_state(owners: Owners, scaler: Any, others: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Restore parameters, buffers, gradients, optimizers, scalers and random generators.
 
-    Tensors keep their memory and identity. What else a step changes in Python is not known here.
+    So are `others`, tensors elsewhere that the step is known to use. Tensors keep their memory and
+    identity. What else a step changes in Python is not known here.
     """
-    tensors = list(_tensors(owners))
+    tensors = [*_tensors(owners), *others]
     values = [one.detach().clone() for one in tensors]
     parameters = [one for model in owners.models for one in model.parameters()]
     gradients = [(one.grad, None if one.grad is None else one.grad.clone()) for one in parameters]

@@ -46,10 +46,19 @@ class Captured:
     def eager(self, step: Callable[[], Any], dtype: torch.dtype | None) -> Outcome:
         """Run the user's step by PyTorch, under its autocast unless `dtype` is None."""
         before = {k: one.detach().clone() for k, one in self.owners.parameters().items()}
-        with kept_state(self.owners, self.scalers), _autocast(before, dtype):
+        with kept_state(self.owners, self.scalers, self._written()), _autocast(before, dtype):
             returned = step()
             after = {k: one.detach().clone() for k, one in self.owners.parameters().items()}
         return Outcome.of(returned, before, after)
+
+    def _written(self) -> list[torch.Tensor]:
+        """Return the buffers that the step updates, some of which are in no model."""
+        signature = self.mod.signature
+        updated = [
+            signature.inputs[k] for one in signature.outputs if (k := one.updates) is not None
+        ]
+        held = [self.mod.state.get(one.name) for one in updated if one.role is Role.BUFFER]
+        return [one for one in held if isinstance(one, torch.Tensor)]
 
     def _outcome(self, mod: StepModule, outputs: Sequence[torch.Tensor]) -> Outcome:
         specs, inputs = mod.signature.outputs, mod.signature.inputs

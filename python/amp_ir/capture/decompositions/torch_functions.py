@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from amp_ir.capture.decompositions.attention import scaled_dot_product_attention
 from amp_ir.capture.decompositions.ctc import ctc_loss
+from amp_ir.capture.decompositions.deep_copies import deep_copy
 from amp_ir.capture.decompositions.indexing import COMPOSED_BY_INDEX
 from amp_ir.capture.decompositions.inverse_stft import istft
 from amp_ir.capture.decompositions.matrix_exponential import matrix_exp
@@ -237,6 +238,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
         (torch.matrix_exp, torch.linalg.matrix_exp, torch.Tensor.matrix_exp), matrix_exp
     ),
     **dict.fromkeys((torch.istft, torch.Tensor.istft), istft),
+    torch.Tensor.__deepcopy__: deep_copy,
     torch.tensor: tensor_of_tensors,
     torch.as_tensor: tensor_of_tensors,
     torch.multinomial: _multinomial,

@@ -68,6 +68,7 @@ class CaptureGuards:
         self._interface = interface
         self._stepped = traced.stepped
         self._stored = traced.stored
+        self._state_reads = traced.state_reads
         users_read = computes_with_hypers(observer, state.optimizers)
         self._groups = GuardedGroups(state.optimizers, hypers, users_read=users_read)
         self._owned = _owned_state(state, interface)
@@ -114,6 +115,8 @@ class CaptureGuards:
             Tier(self._gradients_hold, self._changed_gradients),
             Tier(self._state_holds, self._changed_optimizer_state, self._watch_state),
             Tier(lambda: not self._state.scalers, self._changed_scalers),
+            # Last: of tensors that are still those of the capture.
+            Tier(self._state_reads.hold, self._state_reads.changes),
         ]
 
     def _python_tier(self, modules: GuardedModules) -> Tier:

@@ -2,7 +2,7 @@
 """What objects of the standard library, and some of PyTorch's, lead to and keep.
 
 Their methods are library code, in which the observer does not look: `queue.put(x)` appends to a
-deque, `event.is_set()` reads a flag, `scheduler.get_last_lr()` a list.
+deque, `event.is_set()` reads a flag, `scheduler.state_dict()` a list.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_ir.capture.guards.advancing_objects import is_output
@@ -80,6 +81,9 @@ def leads_to(value: Any) -> Any:
 
 def kept_by_methods(value: Any, names: set[str]) -> Mapping[str, Any]:
     """Return what a library's object keeps that its methods of these names may read or write."""
+    if isinstance(value, LRScheduler):
+        # A capture follows the one (`patches/last_rates.py`), and refuses the other.
+        names = names - {"get_last_lr", "step"}
     if isinstance(value, torch.nn.Module) or not _has_method(type(value), names):
         return {}
     own = own_attributes(value) or {}

@@ -30,7 +30,13 @@ class Readings:
     def add(self, key: Hashable, name: Callable[[], str], read: Callable[[], Any]) -> None:
         """Read a value, unless one of this key is known."""
         if key not in self._found:
-            self._found[key] = _Reading(name, read, read())
+            self.known(key, name, read, before=read())
+
+    def known(
+        self, key: Hashable, name: Callable[[], str], read: Callable[[], Any], *, before: object
+    ) -> None:
+        """Add a value that is known."""
+        self._found[key] = _Reading(name, read, before)
 
     def hold(self) -> bool:
         """Return whether all values are as they were."""

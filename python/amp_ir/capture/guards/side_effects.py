@@ -82,9 +82,8 @@ _RETURN = (
     "as what a forward hook keeps, it may drop before it ends (kept.clear())"
 )
 _UPDATE = (
-    "Write what each call updates in place, into a module of model=[...]: averages of parameters "
-    "into average = copy.deepcopy(model), other tensors into a torch.nn.ParameterDict "
-    "(kept[k].copy_(value)). Or return what is new, and assign it after the call"
+    "Update the tensor that is there in place: kept[k].copy_(value), or kept[k].mul_(decay).add_("
+    "value, alpha=1 - decay). Or return what is new, and assign it after the call"
 )
 
 
