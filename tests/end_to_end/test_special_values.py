@@ -269,3 +269,16 @@ def test_every_pair_of_dtypes_is_cast_alike() -> None:
                 got[~right],
                 expected[~right],
             )
+
+
+@pytest.mark.parametrize("distances", [torch.cdist, lambda x, _y, p: torch.pdist(x, p)])
+def test_the_gradient_of_a_distance_by_absolute_values_stays_nan(distances: Any) -> None:
+    x = torch.tensor([[0.0, 1.0, torch.nan], [2.0, torch.inf, 1.0], [torch.inf, torch.inf, 3.0]])
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        result = distances(leaf, x.flip(0), 1.0)
+        return [result.detach(), *torch.autograd.grad(result.sum(), [leaf])]
+
+    for got, expected in zip(_compiled(step, (x,)), step(x), strict=True):
+        assert is_as(got, expected).all(), (got, expected)
