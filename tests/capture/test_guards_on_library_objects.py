@@ -9,6 +9,7 @@ import csv
 import functools
 import io
 import multiprocessing
+import operator
 import os
 import queue
 import sys
@@ -16,7 +17,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import attrs
@@ -32,7 +33,7 @@ from amp_ir.errors import CaptureError
 X = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
 OF_THREAD = threading.local()
 CONTEXT = ContextVar("CONTEXT", default=1.0)
-GETENV, ENVIRON = os.getenv, os.environ
+GETENV, ENVIRON, MODULES = os.getenv, os.environ, sys.modules
 NAME = "SCALE_OF_A_TEST_OF_LIBRARIES"
 
 
@@ -259,7 +260,151 @@ def a_tensors_flag() -> Case:
     )
 
 
+class Holder:
+    """Holds a number, by itself and deeper."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def twice(self) -> float:
+        return 2.0 * self.weight
+
+
+class Half(Holder):
+    """Another class for a holder."""
+
+    def twice(self) -> float:
+        return self.weight
+
+
+def deep_holder() -> Any:
+    holder: Any = Holder()
+    holder.inner = Holder()
+    return holder
+
+
+def a_getter() -> Case:
+    holder, get = deep_holder(), operator.attrgetter("inner.weight")
+    return Case(
+        lambda: get(holder), lambda: setattr(holder.inner, "weight", 2.0), "attribute 'weight' of"
+    )
+
+
+def a_getter_that_sorts() -> Case:
+    holders, key = [Holder(), Holder()], operator.attrgetter("weight")
+    holders[1].weight = 3.0
+    return Case(
+        lambda: float(1 + holders.index(sorted(holders, key=key)[0])),
+        lambda: setattr(holders[0], "weight", 4.0),
+        "attribute 'weight' of item 0",
+    )
+
+
+def a_getter_of_a_path() -> Case:
+    holder = deep_holder()
+    return Case(
+        lambda: operator.attrgetter("inner.weight")(holder),
+        lambda: setattr(holder.inner, "weight", 2.0),
+        "attribute 'weight' of",
+    )
+
+
+def a_partial_getattr() -> Case:
+    holder = Holder()
+    get: Any = functools.partial(getattr, holder, "weight")
+    return Case(get, lambda: setattr(holder, "weight", 2.0), "attribute 'weight' of")
+
+
+def a_caller() -> Case:
+    holder, call = Holder(), operator.methodcaller("twice")
+    return Case(
+        lambda: call(holder), lambda: setattr(holder, "twice", lambda: 3.0), "attribute 'twice' of"
+    )
+
+
+def a_proxy_of_a_class() -> Case:
+    class Options:
+        weight = 1.0
+
+    proxy = Options.__dict__
+    return Case(
+        lambda: proxy["weight"],
+        lambda: setattr(Options, "weight", 2.0),
+        "attribute 'weight' of class Options was 1.0 and is 2.0",
+    )
+
+
+def a_name_in_a_proxy_of_a_class() -> Case:
+    class Options:
+        pass
+
+    proxy = Options.__dict__
+    return Case(
+        lambda: 2.0 if "weight" in proxy else 1.0,
+        lambda: setattr(Options, "weight", 2.0),
+        "the names of closure variable 'proxy'",
+    )
+
+
+def a_distribution() -> Case:
+    normal = torch.distributions.Normal(torch.zeros(3).double(), torch.ones(3).double())
+    return Case(
+        lambda: normal.log_prob(X[0]).sum(),
+        lambda: setattr(normal, "loc", torch.ones(3).double()),
+        "attribute 'loc' of closure variable 'normal'",
+    )
+
+
+def a_distribution_in_another() -> Case:
+    normal = torch.distributions.Normal(torch.zeros(3).double(), torch.ones(3).double())
+    rows = torch.distributions.Independent(normal, 1)
+    return Case(
+        lambda: torch.distributions.kl_divergence(rows, rows) + rows.log_prob(X[0]),
+        lambda: setattr(normal, "scale", torch.full((3,), 2.0).double()),
+        "attribute 'scale' of attribute 'base_dist' of closure variable 'rows'",
+    )
+
+
+def a_transform() -> Case:
+    affine = torch.distributions.AffineTransform(0.0, 2.0)
+    return Case(
+        lambda: affine(X).square().sum(),
+        lambda: setattr(affine, "scale", 3.0),
+        "attribute 'scale' of closure variable 'affine' of ",
+    )
+
+
+def a_loaded_module() -> Case:
+    return Case(
+        lambda: 2.0 if "module_of_a_test" in sys.modules else 1.0,
+        lambda: sys.modules.update(module_of_a_test=types.ModuleType("module_of_a_test")),
+        "entry 'module_of_a_test' of sys.modules was None and is a module",
+        lambda: sys.modules.pop("module_of_a_test"),
+    )
+
+
+def a_loaded_module_by_another_name() -> Case:
+    return Case(
+        lambda: 2.0 if MODULES.get("module_of_a_test") is None else 1.0,
+        lambda: sys.modules.update(module_of_a_test=types.ModuleType("module_of_a_test")),
+        "entry 'module_of_a_test' of sys.modules was None and is a module",
+        lambda: sys.modules.pop("module_of_a_test"),
+    )
+
+
+def the_class_of_an_object() -> Case:
+    holder: Any = Holder()
+    return Case(
+        lambda: holder.twice(),
+        lambda: setattr(holder, "__class__", Half),
+        "the class of closure variable 'holder' of <lambda> (test_guards_on_library_objects.py:",
+    )
+
+
 SEEN = [
+    a_getter, a_getter_that_sorts, a_getter_of_a_path, a_partial_getattr, a_caller,
+    a_proxy_of_a_class, a_name_in_a_proxy_of_a_class, a_distribution, a_distribution_in_another,
+    a_transform, a_loaded_module, a_loaded_module_by_another_name, the_class_of_an_object,
     a_proxy, a_view, a_bound_method, a_reference, an_event, a_parser, a_scheduler,
     a_later_function, a_later_method, the_dictionary_of_a_class, an_attribute_of_the_thread,
     a_context_variable, the_environment_by_another_name, the_environment_by_a_function,
@@ -411,7 +556,26 @@ def moves_an_entry() -> tuple[Any, str, Any]:
     return lambda: held.move_to_end(next(iter(held))), what, lambda: list(held)
 
 
+def sets_a_variable() -> tuple[Any, str, Any]:
+    what = (
+        "sets the context variable 'CONTEXT', which a compiled step would do only when it is "
+        "captured. Set it before the call or after it, or reset it in the step: token = "
+        "variable.set(...), variable.reset(token)"
+    )
+    return lambda: CONTEXT.set(5.0), what, CONTEXT.get
+
+
+def runs_in_a_context() -> tuple[Any, str, Any]:
+    context = copy_context()
+    what = (
+        "run() of a Context reads context variables, and what they are there is not guarded. Pass "
+        "what they give as an argument, or call the step itself with context.run(step, ...)"
+    )
+    return lambda: context.run(float), what, bool
+
+
 REFUSED = [
+    sets_a_variable, runs_in_a_context,
     writes_text, writes_a_row, writes_an_entry, puts, puts_for_another_process, appends,
     moves_an_entry,
 ]  # fmt: skip
@@ -479,6 +643,43 @@ def test_what_the_step_makes_itself_and_the_output_are_its_own() -> None:
 
     model, step = model_and_step(weight)
     torch.testing.assert_close(amp_ir.jit(step, model=model)(X), step(X), rtol=1e-12, atol=0)
+
+
+def test_a_context_variable_that_is_reset_is_the_steps_own() -> None:
+    def weight(_model: Any) -> float:
+        token = CONTEXT.set(3.0)
+        factor = CONTEXT.get()
+        CONTEXT.reset(token)
+        return factor
+
+    model, step = model_and_step(weight)
+    torch.testing.assert_close(amp_ir.jit(step, model=model)(X), step(X), rtol=1e-12, atol=0)
+    assert CONTEXT.get() == 1.0
+
+
+def test_a_distribution_keeps_nothing_of_a_capture() -> None:
+    """It kept the fake of its probabilities, which it computes when they are asked for."""
+    classes = torch.distributions.Categorical(logits=torch.zeros(3).double())
+    model, step = model_and_step(lambda _model: classes.probs.sum() + classes.entropy())
+    train: Any = amp_ir.jit(step, model=model)
+    got = train(X)
+    assert "probs" not in vars(classes)
+    torch.testing.assert_close(got, step(X), rtol=1e-12, atol=0)
+    torch.testing.assert_close(train(X), step(X), rtol=1e-12, atol=0)
+
+
+ALIAS = type
+
+
+def test_python_s_type_by_another_name_tells_what_the_tensors_are() -> None:
+    """It told of fakes, so that the step branched as it does not in PyTorch."""
+
+    def weight(model: Any) -> float:
+        return 2.0 if ALIAS(model.weight) is nn.Parameter else 1.0
+
+    model, step = model_and_step(weight)
+    torch.testing.assert_close(amp_ir.jit(step, model=model)(X), step(X), rtol=1e-12, atol=0)
+    assert ALIAS is type
 
 
 class Descriptor:

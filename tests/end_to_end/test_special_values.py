@@ -269,3 +269,39 @@ def test_every_pair_of_dtypes_is_cast_alike() -> None:
                 got[~right],
                 expected[~right],
             )
+
+
+@pytest.mark.parametrize("distances", [torch.cdist, lambda x, _y, p: torch.pdist(x, p)])
+def test_the_gradient_of_a_distance_by_absolute_values_stays_nan(distances: Any) -> None:
+    x = torch.tensor([[0.0, 1.0, torch.nan], [2.0, torch.inf, 1.0], [torch.inf, torch.inf, 3.0]])
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        result = distances(leaf, x.flip(0), 1.0)
+        return [result.detach(), *torch.autograd.grad(result.sum(), [leaf])]
+
+    for got, expected in zip(_compiled(step, (x,)), step(x), strict=True):
+        assert is_as(got, expected).all(), (got, expected)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_margin_that_is_nan_adds_nothing(dtype: torch.dtype, p: int, reduction: str) -> None:
+    nan, inf = torch.nan, torch.inf
+    x = torch.tensor([[0.0, nan, 2.0], [nan, 0.0, 1.0], [inf, 0.0, 1.0], [0.5, 0.0, 1.0]])
+    target, weight = torch.tensor([0, 0, 1, 2]), torch.tensor([1.0, 2.0, 0.5]).to(dtype)
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for given in (None, weight):
+            leaf = x.detach().requires_grad_()
+            loss = nn.functional.multi_margin_loss(
+                leaf, target, p=p, weight=given, reduction=reduction
+            )
+            results += [loss.detach(), *torch.autograd.grad(loss.sum(), [leaf])]
+        return results
+
+    x = x.to(dtype)
+    for got, expected in zip(_compiled(step, (x,)), step(x), strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True)

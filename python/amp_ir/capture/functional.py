@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_ir.capture.decompositions.layouts import view
 from amp_ir.capture.decompositions.logit import logit_backward
+from amp_ir.capture.decompositions.margin_loss import multi_margin_loss
 from amp_ir.capture.factor_layouts import factor_by_strides
 from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.restores import restoring
@@ -133,6 +134,7 @@ def decomposition_table(tape: FloatTape) -> dict[Any, Callable[..., Any]]:
         aten.addcdiv.default: addcdiv,
         aten.view.default: view,
         aten.logit_backward.default: logit_backward,
+        aten.multi_margin_loss.default: multi_margin_loss,
     }
     return {**_core_table(), **followed}
 

@@ -85,7 +85,10 @@ def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
 
 
 def _norm(rows: torch.Tensor, p: float) -> torch.Tensor:
-    """Return norms of rows; with p = 0 they have a gradient of 0, as distances, and not none."""
+    """Return norms of rows, with gradients as of distances: for p = 0 it is 0, and not none."""
+    if p == 1:
+        # Its gradient is the sign, which is 0 at NaN; that of a distance stays NaN.
+        rows = rows * torch.where(rows.isnan(), math.nan, 1.0)
     norms = torch.linalg.vector_norm(rows, p, dim=-1)
     if p != 0:
         return norms

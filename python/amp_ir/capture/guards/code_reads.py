@@ -27,7 +27,7 @@ _ATTRIBUTE_LOADS |= {"IMPORT_FROM"}
 _CELL_LOADS = _OF_CELLS - _CELL_STORES - {"MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS"}
 _ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 # With these, code reaches attributes whose names are strings, or modules that it does not name.
-_BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter"})
+_BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
 # With these it may store under a name that no bytecode has.
 _UNNAMED_STORES = frozenset(
     {"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"}
@@ -59,6 +59,7 @@ class CodeReads:
     lines: dict[str, int] = attrs.Factory(dict)
     entry_lines: list[int] = attrs.Factory(list)
     optional: frozenset[str] = frozenset()
+    strings: frozenset[str] = frozenset()
     traverses: bool = False
     stores_unnamed: bool = False
     inner: frozenset[CodeType] = frozenset()
@@ -77,6 +78,7 @@ def reads_of(code: CodeType) -> CodeReads:
     strings: set[str] = set()
     _add(found, code, inner, strings)
     found.inner = frozenset(inner)
+    found.strings = frozenset(strings)
     names = found.global_names | found.attributes
     found.traverses = bool(names & _TRAVERSALS)
     found.stores_unnamed = bool(names & _UNNAMED_STORES)
@@ -87,6 +89,16 @@ def reads_of(code: CodeType) -> CodeReads:
     if found.global_names & _CAUGHT:
         found.optional |= found.attributes
     return found
+
+
+def with_names(reads: CodeReads, names: frozenset[str]) -> CodeReads:
+    """Return reads that read these attributes, too, and do without those that are not there."""
+    return attrs.evolve(
+        reads,
+        attributes=reads.attributes | names,
+        optional=reads.optional | names,
+        stored_first=reads.stored_first - names,
+    )
 
 
 def line_of_entry(code: CodeType, key: str) -> int:
@@ -108,8 +120,11 @@ def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[st
         if isinstance(constant, CodeType):
             inner.add(constant)
             _add(found, constant, inner, strings)
-        elif isinstance(constant, str) and constant.isidentifier():
-            strings.add(constant)
+        elif isinstance(constant, str):
+            # An attrgetter's may have dots, as the names of modules have.
+            parts = constant.split(".")
+            if all(part.isidentifier() for part in parts):
+                strings |= {constant, *parts}
 
 
 def _add_one(found: CodeReads, name: str, argument: Any, line: int) -> None:

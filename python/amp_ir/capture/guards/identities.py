@@ -39,7 +39,7 @@ class Identities:
         self.fakes: dict[int, torch.Tensor] = {}
         self._ids: dict[int, int] = {}
         self._kinds: dict[int, type] = {}
-        self._modules: list[tuple[dict[str, Any], str]] = []
+        self._modules: list[tuple[dict[str, Any], str, Any, Any]] = []
         ids, kinds = self._ids, self._kinds
 
         def id_of(value: object) -> int:
@@ -77,16 +77,31 @@ class Identities:
         return check
 
     def give(self, module: dict[str, Any], names: Iterable[str]) -> None:
-        """Let the functions of a module, which name Python's `id` or `type`, call ours."""
-        for name in self.builtins.keys() & names:
-            if name not in module:
-                self._modules.append((module, name))
-                module[name] = self.builtins[name]
+        """Let the functions of a module, which name Python's `id` or `type`, call ours.
+
+        They may do so by another name, too: `T = type`.
+        """
+        for name in names:
+            if name in self.builtins and name not in module:
+                self._give(module, name, _ABSENT, self.builtins[name])
+            elif (held := module.get(name)) is type or held is id:
+                self._give(module, name, held, self.builtins[held.__name__])
+
+    def is_ours(self, value: object) -> bool:
+        """Return whether a value is what `give` has put into a module."""
+        return any(value is one for one in self.builtins.values())
+
+    def _give(self, module: dict[str, Any], name: str, before: Any, ours: Any) -> None:
+        self._modules.append((module, name, before, ours))
+        module[name] = ours
 
     def _take_back(self) -> None:
-        for module, name in self._modules:
-            if module.get(name) is self.builtins[name]:
-                del module[name]
+        for module, name, before, ours in self._modules:
+            if module.get(name) is ours:
+                if before is _ABSENT:
+                    del module[name]
+                else:
+                    module[name] = before
 
     def _equality(self) -> Callable[[Any, Any], Any]:
         """Return `==` of tensors, by which a look-up finds a tensor and its fake equal."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import collections
 import configparser
 import csv
+import functools
 import gc
 import io
+import operator
 import os
 import queue
 import sys
@@ -48,6 +50,7 @@ _VIEWS: tuple[type, ...] = (
     *(type(view) for view in (_EMPTY.keys(), _EMPTY.values(), _EMPTY.items())),
     *(type(view) for view in (_ORDERED.keys(), _ORDERED.values(), _ORDERED.items())),
 )
+_BY_NAME = (getattr, hasattr, setattr, delattr)
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 # They keep what changes without a meaning for the step, or nothing.
 _OTHERS = frozenset(
@@ -58,6 +61,8 @@ _STREAM_METHODS = frozenset(
      "truncate"}
 )  # fmt: skip
 _QUEUE_METHODS = frozenset({"put", "put_nowait", "get", "get_nowait"})
+# Their methods, and functions such as `kl_divergence`, read all that they keep.
+_KEEP_ALL = (torch.distributions.Distribution, torch.distributions.Transform)
 _CSV_WRITER = type(csv.writer(io.StringIO()))
 
 
@@ -79,14 +84,45 @@ def leads_to(value: Any) -> Any:
     return None
 
 
+def class_of_proxy(proxy: types.MappingProxyType[str, Any]) -> type | None:
+    """Return the class whose `__dict__` a proxy is; None where there is none."""
+    (mapping,) = gc.get_referents(proxy)
+    kinds, known = [object], {object}
+    while kinds:
+        kind = kinds.pop()
+        if any(one is mapping for one in gc.get_referents(vars(kind))):
+            return kind
+        inner = set(type.__subclasses__(kind)) - known
+        known |= inner
+        kinds += inner
+    return None
+
+
+def names_read_by(value: Any) -> frozenset[str]:
+    """Return the attributes that an object of `operator`, or a partial `getattr`, reads."""
+    names: Any = ()
+    if isinstance(value, operator.attrgetter):
+        names = [part for path in value.__reduce__()[1] for part in str(path).split(".")]
+    elif isinstance(value, operator.methodcaller):
+        # With arguments by keyword it is told apart by a partial.
+        reduced: Any = value.__reduce__()
+        made_by, arguments = reduced[:2]
+        names = made_by.args[:1] if isinstance(made_by, functools.partial) else arguments[:1]
+    elif isinstance(value, functools.partial) and value.func in _BY_NAME:
+        names = [one for one in value.args if isinstance(one, str)]
+    return frozenset(names)
+
+
 def kept_by_methods(value: Any, names: set[str]) -> Mapping[str, Any]:
     """Return what a library's object keeps that its methods of these names may read or write."""
+    own = own_attributes(value) or {}
+    if isinstance(value, _KEEP_ALL):
+        return own
     if isinstance(value, LRScheduler):
         # A capture follows the one (`patches/last_rates.py`), and refuses the other.
         names = names - {"get_last_lr", "step"}
     if isinstance(value, torch.nn.Module) or not _has_method(type(value), names):
         return {}
-    own = own_attributes(value) or {}
     return {k: v for k, v in own.items() if is_plain(v) or isinstance(v, (tuple, *CONTAINERS))}
 
 

@@ -68,6 +68,9 @@ class GuardedObjects:
         self._ignored = {(id(p.holder), p.key) for p in self.followed.values()}
         self._arrays = list(observer.objects.arrays.values())
         self._read_values = list(observer.read_values.values())
+        self._instances = [one for one, _ in observer.objects.instances.values()]
+        self._names = [name for _, name in observer.objects.instances.values()]
+        self._classes = list(observer.objects.classes.values())
         holders = [holder[0].holder for holder in self._entries.values()]
         self.dictionaries = [*holders, *(c.target for c in self._dictionaries)]
 
@@ -79,6 +82,8 @@ class GuardedObjects:
             and all(type(p.now()) is type(p.before) for p in self.followed.values())
             and all(place.now() is place.before for place in self._others)
             and all(_is_untouched(contents) for contents in self._lists)
+            # Another class writes to no dictionary.
+            and list(map(type, self._instances)) == self._classes
         )
 
     def changes(self) -> Iterator[str]:
@@ -88,6 +93,9 @@ class GuardedObjects:
             yield f"{place.name()} {change_in_words(place.before, place.now())}"
         for contents in self._contents:
             yield from self._changed_contents(contents)
+        for one, kind, name in zip(self._instances, self._classes, self._names, strict=True):
+            if type(one) is not kind:
+                yield f"the class of {name()} {change_in_words(kind, type(one))}"
         for now, before, name_of in self._arrays:
             if not numpy.array_equal(now, before, equal_nan=now.dtype.kind in "fc"):
                 yield f"the array in {name_of()} has other values"

@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_ir.capture.guards.advancing_objects import Advancing, advancing
 from amp_ir.capture.guards.asked_values import asked_of_tensor
-from amp_ir.capture.guards.code_reads import CodeReads
+from amp_ir.capture.guards.code_reads import CodeReads, with_names
 from amp_ir.capture.guards.library_objects import (
+    class_of_proxy,
     held_by_special_methods,
     kept_by_methods,
     leads_to,
+    names_read_by,
 )
 from amp_ir.capture.guards.module_modes import KnownModes
 from amp_ir.capture.guards.places import (
@@ -63,6 +65,8 @@ _TORCH_CONTAINERS = (
 # With these, code reads attributes of a class that it does not name.
 _ALL = frozenset({"vars", "__dict__"})
 _OF_EVERY_CLASS = frozenset(vars(type("_", (), {})))
+# Their classes are fixed, stood in for, or guarded with the modules.
+_OWN_CLASS = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, ModuleType, type)
 _PARTS = {
     "__code__": "the code",
     "__defaults__": "the defaults",
@@ -77,6 +81,7 @@ class ObservedObjects:
     `places`, `contents` and `modules` are all that was seen; `tensors` are names of the user's
     tensors, and `caches` the functions with `functools.cache` that ran. `known` has the names of
     objects, `functions` those of each code, and `looked` the code that was matched with an object.
+    `instances` are objects of the user's classes, whose `classes` could be set.
     `stand_ins` are in the places and containers while the step runs.
     `replaced(place)` returns what replaces a number while the step runs.
     """
@@ -97,10 +102,17 @@ class ObservedObjects:
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
         self.caches: dict[int, tuple[Any, int]] = {}
         self.advancing: dict[int, Advancing] = {}
+        # What distributions had before the step: `probs` and `logits` compute each other.
+        self.lazy: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
         self.readings = Readings()
         self.known: dict[int, tuple[Any, Name]] = {}
         self.functions: dict[int, list[FunctionType]] = {}
+        self.instances: dict[int, tuple[Any, Name]] = {}
+        self.classes: dict[int, type] = {}
         self.looked: set[tuple[int, int]] = set()
+        # By the ids of reads, which the cache of `reads_of` or an entry before holds.
+        self._names: dict[int, CodeReads] = {}
+        self._every: dict[int, CodeReads] = {}
         self._opaque = {id(one): one for one in opaque}
         self._replaced = replaced
 
@@ -116,9 +128,16 @@ class ObservedObjects:
 
         `is_users` says that the code is the user's: its reads of class attributes count too.
         """
-        stack = list(found)
+        roots = list(found)
+        reads = self._with_known_names(reads)
+        stack = list(roots)
         while stack:
             value, name = stack.pop()
+            names = names_read_by(value)
+            if not names <= reads.attributes:
+                self._names[id(reads)] = reads = with_names(reads, names)
+                stack += [(value, name), *roots]
+                continue
             at = (id(reads), id(value))
             if at in self.looked or id(value) in self._opaque or is_end(value):
                 continue
@@ -135,6 +154,12 @@ class ObservedObjects:
                 if moving is not None:
                     self.advancing[id(value)] = moving
             stack += self._members(value, name, reads, code, is_users=is_users)
+
+    def _with_known_names(self, reads: CodeReads) -> CodeReads:
+        """Return reads with the names that objects read which their code has called."""
+        while (more := self._names.get(id(reads))) is not None:
+            reads = more
+        return reads
 
     def _note_values(self, value: Any, name: Name, reads: CodeReads) -> None:
         if isinstance(value, numpy.ndarray):
@@ -181,15 +206,32 @@ class ObservedObjects:
         if not isinstance(value, (tuple, list, set, FunctionType, MethodType, Iterator)):
             yield from self._attributes(value, name, reads, code, is_users=is_users)
 
+    def _proxy_of_class(
+        self, proxy: MappingProxyType[str, Any], name: Name, code: CodeType | None
+    ) -> Iterator[tuple[Any, Name]]:
+        """Return what a class holds, all of which code reads by keys that nothing names."""
+        kind = class_of_proxy(proxy)
+        if kind is not None and users_classes(kind)[:1] == [kind]:
+            keys = functools.partial(tuple, proxy)
+            self.readings.add((id(kind), "keys"), part_name("the names", None, name), keys)
+            every = CodeReads(attributes=set(proxy), global_names={"vars"})
+            self._every[id(proxy)] = every  # so that its id stays its own
+            yield from self._class_attributes(kind, set(proxy), name, every, code)
+
     def _kept_in_library(
         self, value: Any, name: Name, reads: CodeReads, code: CodeType | None
     ) -> Iterator[tuple[Any, Name]]:
         """Return what methods of a library's object read and write."""
+        if isinstance(value, MappingProxyType):
+            yield from self._proxy_of_class(value, name, code)
+            return
         if isinstance(value, threading.local):  # each thread has attributes of its own
             for key in reads.touched:
                 part = part_name("attribute", key, name)
                 yield self.touch(value, "attribute", key, part, reads, code), part
             return
+        if isinstance(value, torch.distributions.Distribution):
+            self.lazy.setdefault(id(value), (vars(value), frozenset(vars(value))))
         held = held_by_special_methods(value)
         for key in {held} if held else kept_by_methods(value, reads.attributes):
             part = part_name("attribute", key, name)
@@ -283,6 +325,9 @@ class ObservedObjects:
         self, value: Any, name: Name, reads: CodeReads, code: CodeType | None, *, is_users: bool
     ) -> Iterator[tuple[Any, Name]]:
         own = vars(value) if isinstance(value, ModuleType) else own_attributes(value)
+        if own is not None and users_classes(type(value)) and not isinstance(value, _OWN_CLASS):
+            self.instances.setdefault(id(value), (value, name))
+            self.classes.setdefault(id(value), type(value))
         if is_users:
             self.unnamed.keep(value, own, name, reads)
         touched = reads.touched

@@ -16,7 +16,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -84,6 +84,8 @@ class Observer:
         self._users_names: set[str] = set()
         self._users_codes: dict[CodeType, None] = {}
         self._inner: set[CodeType] = set()
+        self._variables: dict[ContextVar[Any], list[Location]] = {}
+        self._values: dict[ContextVar[Any], Any] = {}
         self._hook = self._made_hook()
         self._is_watching = False
 
@@ -284,7 +286,12 @@ class Observer:
             self._on_users_builtin(function, owner)
 
     def _on_users_builtin(self, function: Any, owner: Any) -> None:
-        if isinstance(owner, (torch.Generator, ContextVar)):
+        if isinstance(owner, ContextVar) and function.__name__ in ("set", "reset"):
+            self._on_variable(function.__name__, owner)
+        elif isinstance(owner, Context) and function.__name__ in ("run", "get"):
+            if id(owner) in self.objects.known:
+                self._diagnostics.add(*outside_calls.context(function, self._locator.here()))
+        elif isinstance(owner, (torch.Generator, ContextVar)):
             if function.__name__ in ("get", "initial_seed"):
                 words = functools.partial(str, f"{function.__name__}() of a {type(owner).__name__}")
                 self.readings.add((id(owner), words()), words, functools.partial(_call, function))
@@ -292,6 +299,29 @@ class Observer:
             self._refuse_stream(function.__name__, owner)
         elif outside_calls.opens_files(function):
             self._diagnostics.add(*outside_calls.file(function.__name__, self._locator.here()))
+
+    def _on_variable(self, name: str, variable: ContextVar[Any]) -> None:
+        """Remember what a step sets, until it resets that."""
+        lines = self._variables.setdefault(variable, [])
+        if name == "set":
+            if not lines:
+                self._values[variable] = variable.get(ABSENT)
+            lines.append(self._locator.here())
+        elif lines:
+            lines.pop()
+
+    def report_variables(self, diagnostics: Diagnostics) -> None:
+        """Report context variables that the step sets and leaves so."""
+        for variable, lines in self._variables.items():
+            if lines:
+                diagnostics.add(*outside_calls.variable(variable, lines[0]))
+
+    def restore_variables(self) -> None:
+        """Set the context variables that the step left as they were, where they had a value."""
+        for variable, lines in self._variables.items():
+            if lines and self._values[variable] is not ABSENT:
+                variable.set(self._values[variable])
+            lines.clear()
 
     def _kind_at(self, frame: FrameType | None) -> int:
         return _LIBRARY if frame is None else self._kinds.get(frame.f_code.co_filename, _LIBRARY)
@@ -344,18 +374,33 @@ class Observer:
         file = Path(frame.f_code.co_filename).name
         names = reads.global_names | reads.global_stores.keys()
         for key in names:
-            is_builtin = key not in owner or owner[key] is self._identities.builtins.get(key)
+            is_builtin = key not in owner or self._identities.is_ours(owner[key])
             if is_builtin and key not in reads.global_stores:
                 continue
 
             name = functools.partial(_global_name, key, file)
             held = owner.get(key)
-            if not is_library(held):
+            if held is sys.modules:
+                found += self._modules(reads)
+            elif not is_library(held):
                 value = self.objects.touch(owner, "entry", key, name, reads, frame.f_code)
                 found.append((value, name))
             elif isinstance(held, ModuleType):
+                if held is sys and "modules" in reads.attributes:
+                    found += self._modules(reads)
                 for words, read in asked_of_library(held, reads.attributes):
                     self.readings.add(words, functools.partial(str, words), read)
+        return found
+
+    def _modules(self, reads: CodeReads) -> list[tuple[Any, Name]]:
+        """Guard which modules that code names are loaded; return those that are."""
+        found: list[tuple[Any, Name]] = []
+        for key in reads.strings:
+            read = functools.partial(sys.modules.get, key)
+            name = functools.partial(str, f"entry {key!r} of sys.modules")
+            self.readings.add(("sys.modules", key), name, read)
+            if (module := read()) is not None:
+                found.append((module, name))
         return found
 
     def _cells(self, frame: FrameType, reads: CodeReads) -> list[tuple[Any, Name]]:

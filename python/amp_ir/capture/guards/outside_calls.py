@@ -15,6 +15,7 @@ import os
 import pathlib
 import random
 import time
+from contextvars import ContextVar
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType
 from typing import Any
@@ -96,6 +97,27 @@ def stream(name: str, owner: object, where: Location) -> Diagnostic:
         where,
         "Return from the step what is to be written or put, and do it after the call; read or take "
         "before it, and pass that as an argument",
+    )
+
+
+def variable(which: ContextVar[Any], where: Location) -> Diagnostic:
+    """Return the diagnostic for a context variable that a step sets and does not reset."""
+    return (
+        f"sets the context variable {which.name!r}, which a compiled step would do only when it is "
+        "captured",
+        where,
+        "Set it before the call or after it, or reset it in the step: token = variable.set(...), "
+        "variable.reset(token)",
+    )
+
+
+def context(function: Any, where: Location) -> Diagnostic:
+    """Return the diagnostic for code that a step runs in a context that was made before it."""
+    return (
+        f"{function.__name__}() of a Context reads context variables, and what they are there is "
+        "not guarded",
+        where,
+        "Pass what they give as an argument, or call the step itself with context.run(step, ...)",
     )
 
 

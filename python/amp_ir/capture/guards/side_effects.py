@@ -126,6 +126,7 @@ class SideEffects:
             self._report_contents(contents, reported, diagnostics)
         self._report_optimizers(diagnostics)
         self._report_draws(diagnostics)
+        self.observer.report_variables(diagnostics)
 
     def _report_places(self, diagnostics: Diagnostics) -> set[tuple[int, Any]]:
         """Report changes of places; return the holder's id and the key of each that differs."""
@@ -172,13 +173,20 @@ class SideEffects:
         for place in self.observer.objects.places.values():
             if place.now() is not place.before or place.held() is place.stand_in:
                 place.put_back()
+        self.observer.restore_variables()
         self.observer.objects.stand_ins.end()
         for moving in self.observer.objects.advancing.values():
             if moving.has_moved():
                 moving.move_back()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what the step kept for later, which may be fake tensors; it is computed again."""
+        for own, before in self.observer.objects.lazy.values():
+            for key in own.keys() - before:
+                del own[key]
         for cache, size in self.observer.objects.caches.values():
             if cache.cache_info().currsize != size:
-                # It may hold fake tensors; its next call recomputes what it drops here.
                 cache.cache_clear()
 
     @contextlib.contextmanager
