@@ -9,6 +9,7 @@
   is a parameter. It begins the residual stream, and torch.autocast keeps it in float32;
 - a matmul of state alone by a vector, as in the power iteration of spectral_norm, whose vectors are
   state;
+- what PyTorch promotes to float32, before what may cancel it (keep_promoted.py);
 - a number, and a gradient that has one number for many elements, as the seed of a backward pass
   has: everything computed from it has its one rounding error, which no mean removes.
 """
@@ -22,6 +23,7 @@ import attrs
 from amp_ir.amp import type_hints
 from amp_ir.amp.decisions import Decision, Mode
 from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES, reason_of
+from amp_ir.amp.keep_promoted import pin_promoted
 from amp_ir.amp.large_values import pin_large_values
 from amp_ir.amp.policies import product_in_float32
 from amp_ir.ir.step_graph import Op, StepGraph
@@ -50,6 +52,7 @@ def keep_full(
     _pin_vectors_of_state(graph, decisions, border)
     _pin_unrounded(graph, decisions)
     _pin_numbers(graph, decisions)
+    pin_promoted(graph, decisions)
 
 
 def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision]) -> None:
@@ -102,7 +105,8 @@ def _is_sum_of_update(op: Op, decision: Decision) -> bool:
 
 
 def _is_transparent(op: Op, decision: Decision) -> bool:
-    return op.is_view or (decision.label == "free" and not decision.sets_result)
+    is_free = decision.label == "free" and not decision.sets_result
+    return op.is_view or is_free or decision.was_free
 
 
 def _pin_vectors_of_state(graph: StepGraph, decisions: Sequence[Decision], border: Border) -> None:
