@@ -96,6 +96,32 @@ def _plan(step: Callable[..., Any], *batch: torch.Tensor, **options: Any) -> lis
     return list(amp_ir.autocast(mod, amp_dtype="bfloat16", **options).plan.ops)
 
 
+@pytest.mark.parametrize("policy", ["default", "conservative"])
+def test_a_matmul_of_float32_by_a_vector_is_float32(policy: str) -> None:
+    """As mv is under torch.autocast on a CPU; what a layer has made low is multiplied low."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = torch.mv(layers[0].weight, x[0]).square().mean()
+        loss = loss + (F.relu(layers[1](x)) @ layers[0].bias).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    x, net = torch.randn(4, 8), copy.deepcopy(layers)
+    ops = _plan(step, x, model=layers, policy=policy)
+    (reads,) = {one.reads for one in ops if one.rule == "vector"}
+    assert reads == ("float32", "float32")
+    others = [one for one in ops if one.name == "relax.matmul" and one.rule != "vector"]
+    assert {"bfloat16"} in [set(one.reads) for one in others if one.phase == "forward"]
+    amp_ir.jit(step, model=layers, amp_dtype="bfloat16", policy=policy)(x)
+    exact = net.double()[0].weight
+    torch.mv(exact, x[0].double()).square().mean().backward()
+    assert layers[0].weight.grad is not None
+    # Of float32: sums of eight products, in one order or another.
+    error = (layers[0].weight.grad - exact.grad).norm()
+    assert error <= 1e-6 * exact.grad.norm()
+
+
 def test_what_torch_autocast_has_low_may_be_stored_low():
     """A bias of a layer, and what numbers alone scale, before a residual sum."""
     layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])

@@ -21,18 +21,12 @@ from collections.abc import Sequence
 
 import attrs
 
-from amp_ir.amp import type_hints
-from amp_ir.amp.decisions import OF_GRADIENT, Decision, Mode
-from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES, name_of, reason_of
-from amp_ir.amp.keep_promoted import pin_promoted
+from amp_ir.amp.decisions import Decision, Mode
+from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.keep_promoted import is_our_matmul, pin_promoted
 from amp_ir.amp.large_values import pin_large_values
-from amp_ir.amp.policies import product_in_float32
 from amp_ir.dialect.external_call import NAME as EXTERNAL
 from amp_ir.ir.step_graph import Op, StepGraph
-
-# What rules of the user's ask for is done.
-_RULES_OF_MATMULS = (type_hints.matmul, product_in_float32)
-_OF_MATMULS = {reason_of(rule) for rule in _RULES_OF_MATMULS}
 
 
 @attrs.frozen
@@ -129,9 +123,7 @@ def _pin_vectors_of_state(graph: StepGraph, decisions: Sequence[Decision], borde
             # What an optimizer writes is state, of which a GAN's critic has a second forward pass.
             if op.location.phase != "optimizer":
                 of_batch.update(op.results)
-        elif (
-            decision.reason in _OF_MATMULS and op.name == "relax.matmul" and _has_vector(graph, op)
-        ):
+        elif is_our_matmul(op, decision) and _has_vector(graph, op):
             reason = "A matmul of state alone by a vector: a low copy of the matrix saves nothing"
             decision.pin("vector_of_state", reason)
 
@@ -158,17 +150,12 @@ def _pin_external_gradients(graph: StepGraph, decisions: Sequence[Decision]) -> 
             of_calls.update(op.results)
         elif Mode.LOW not in decision.modes:
             of_calls.update(op.results if is_of_call else ())
-        elif is_of_call and _is_by_our_rule(decision) and read_low.isdisjoint(sources):
+        elif is_of_call and is_our_matmul(op, decision) and read_low.isdisjoint(sources):
             reason = "In the gradient of an op of PyTorch's, which autocast is not around"
             decision.pin("external_gradient", reason)
             of_calls.update(op.results)
         else:
             read_low.update(sources)
-
-
-def _is_by_our_rule(decision: Decision) -> bool:
-    names = {name_of(rule) for rule in _RULES_OF_MATMULS}
-    return decision.rule in names and decision.reason in (*_OF_MATMULS, OF_GRADIENT)
 
 
 def _moved_from(graph: StepGraph, leaf: int) -> int:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from amp_ir.amp import type_hints
-from amp_ir.amp.decisions import Decision, Mode, adds_bias
-from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES, RULES
+from amp_ir.amp.decisions import OF_GRADIENT, Decision, Mode, adds_bias
+from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES, RULES, name_of, reason_of
+from amp_ir.amp.policies import product_in_float32
 from amp_ir.ir.step_graph import Op, StepGraph
 
 _SUMS = frozenset(("relax.add", "relax.subtract"))
@@ -34,6 +35,9 @@ _OF_FIRST = frozenset(
 )
 _PRODUCTS = (type_hints.matmul, type_hints.convolution)
 _OF_ALL = _SUMS | {"relax.mean"}
+_RULES_OF_MATMULS = (type_hints.matmul, product_in_float32)
+_NAMES_OF_MATMULS = {name_of(rule) for rule in _RULES_OF_MATMULS}
+_REASONS_OF_MATMULS = {OF_GRADIENT, *(reason_of(rule) for rule in _RULES_OF_MATMULS)}
 
 
 def pin_promoted(graph: StepGraph, decisions: Sequence[Decision]) -> None:
@@ -60,6 +64,12 @@ def pin_promoted(graph: StepGraph, decisions: Sequence[Decision]) -> None:
             wanted.update(op.reads)
 
 
+def is_our_matmul(op: Op, decision: Decision) -> bool:
+    """Return whether a rule of ours decided on a matmul; what a user's asks for is done."""
+    is_ours = decision.rule in _NAMES_OF_MATMULS and decision.reason in _REASONS_OF_MATMULS
+    return op.name == "relax.matmul" and is_ours
+
+
 def _is_linear(op: Op) -> bool:
     # In the backward pass such sums are gradients of biases, beside matmuls that read them low.
     return op.name in _LINEAR and (op.name in _SUMS or op.location.phase != "backward")
@@ -73,10 +83,20 @@ def _may_cancel(graph: StepGraph, op: Op) -> bool:
 
 
 def _low_under_autocast(graph: StepGraph, decisions: Sequence[Decision]) -> set[int]:
-    """Return the values that torch.autocast has in the low dtype."""
+    """Return the values that torch.autocast has in the low dtype.
+
+    Matmuls of a float32 matrix by a float32 vector are pinned on the way. On a CPU mv is on none of
+    autocast's lists, and a low copy of a matrix that is read once saves nothing.
+    """
     low = {leaf for leaf, value in enumerate(graph.values) if value.dtype in LOW_DTYPES}
     for op in graph.ops:
-        if op.location.phase != "optimizer" and _is_low(graph, op, decisions[op.position], low):
+        decision = decisions[op.position]
+        if op.location.phase == "optimizer":
+            continue
+        if is_our_matmul(op, decision) and len(graph.values[op.reads[1]].shape) == 1:
+            if low.isdisjoint(op.reads):
+                decision.pin("vector", "A matmul by a vector, of which PyTorch has both in float32")
+        if _is_low(graph, op, decision, low):
             low.update(leaf for leaf in op.results if graph.values[leaf].dtype == FULL_DTYPE)
     return low
 
