@@ -33,6 +33,7 @@ from amp_ir.dialect.registry import DECLARATIONS, options_of
 from amp_ir.errors import RuleError
 from amp_ir.ir.step_graph import Op, StepGraph, Tree, leaves
 
+OF_GRADIENT = "A gradient of a parameter leaves in float32, with no round trip"
 # Rules that never look at the dtypes of arguments.
 _OWN_RULES = ("amp_ir.amp.type_hints", "amp_ir.amp.policies")
 FindRule = Callable[[str], "Rule | None"]
@@ -60,7 +61,7 @@ class Decision:
     """The decision for one op.
 
     `follows` says which results take the label's dtype, `is_free` that the placement chose the
-    dtype in which the result is stored.
+    dtype in which the result is stored, `was_free` that it would have, had nothing pinned the op.
     """
 
     rule: str
@@ -73,9 +74,11 @@ class Decision:
     accumulate: str | None = None
     sets_result: bool = False
     is_free: bool = False
+    was_free: bool = False
 
     def pin(self, rule: str, reason: str) -> None:
         """Keep the op in float32 for this reason."""
+        self.was_free |= self.label == "free" and not self.sets_result
         self.rule, self.reason, self.label = rule, reason, "full"
         self.sets_result = False
         self.modes = [mode if mode is Mode.KEEP else Mode.FULL for mode in self.modes]
@@ -101,7 +104,7 @@ def decide(
         decision = _by_rule(graph, op, find_rule(op.name), amp_dtype)
         if decision.sets_result and _is_gradient(graph, op, feeds_gradients_only):
             decision.label = "full"
-            decision.reason = "A gradient of a parameter leaves in float32, with no round trip"
+            decision.reason = OF_GRADIENT
         decisions.append(decision)
     return decisions
 
@@ -321,7 +324,7 @@ _FEW_ELEMENTS = 512
 
 
 def _why_round_later(graph: StepGraph, product: int, readers: Sequence[Op]) -> str | None:
-    if len(readers) == 1 and _adds_bias(graph, readers[0], product):
+    if len(readers) == 1 and adds_bias(graph, readers[0], product):
         return "The bias is added before the one rounding, as libraries do"
     shape = graph.values[product].shape
     if readers and all(reader.name in _BATCH_NORM for reader in readers):
@@ -333,7 +336,8 @@ def _why_round_later(graph: StepGraph, product: int, readers: Sequence[Op]) -> s
     return None
 
 
-def _adds_bias(graph: StepGraph, op: Op, product: int) -> bool:
+def adds_bias(graph: StepGraph, op: Op, product: int) -> bool:
+    """Return whether an op adds a vector to this value, and nothing else."""
     others = [graph.values[leaf] for leaf in op.reads if leaf != product]
     return (
         op.name == "relax.add"

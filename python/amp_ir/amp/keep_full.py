@@ -9,6 +9,8 @@
   is a parameter. It begins the residual stream, and torch.autocast keeps it in float32;
 - a matmul of state alone by a vector, as in the power iteration of spectral_norm, whose vectors are
   state;
+- a matmul in the gradient of an op that runs as PyTorch's own, as those of torch.linalg do;
+- what PyTorch promotes to float32, before what may cancel it (keep_promoted.py);
 - a number, and a gradient that has one number for many elements, as the seed of a backward pass
   has: everything computed from it has its one rounding error, which no mean removes.
 """
@@ -19,15 +21,12 @@ from collections.abc import Sequence
 
 import attrs
 
-from amp_ir.amp import type_hints
 from amp_ir.amp.decisions import Decision, Mode
-from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES, reason_of
+from amp_ir.amp.hints import FULL_DTYPE, LOW_DTYPES
+from amp_ir.amp.keep_promoted import is_our_matmul, pin_promoted
 from amp_ir.amp.large_values import pin_large_values
-from amp_ir.amp.policies import product_in_float32
+from amp_ir.dialect.external_call import NAME as EXTERNAL
 from amp_ir.ir.step_graph import Op, StepGraph
-
-# What rules of the user's ask for is done.
-_OF_MATMULS = {reason_of(type_hints.matmul), reason_of(product_in_float32)}
 
 
 @attrs.frozen
@@ -48,8 +47,10 @@ def keep_full(
     _pin_before_exact_arguments(graph, decisions)
     _pin_state(graph, decisions, border.state)
     _pin_vectors_of_state(graph, decisions, border)
+    _pin_external_gradients(graph, decisions)
     _pin_unrounded(graph, decisions)
     _pin_numbers(graph, decisions)
+    pin_promoted(graph, decisions)
 
 
 def _pin_before_exact_arguments(graph: StepGraph, decisions: Sequence[Decision]) -> None:
@@ -102,7 +103,8 @@ def _is_sum_of_update(op: Op, decision: Decision) -> bool:
 
 
 def _is_transparent(op: Op, decision: Decision) -> bool:
-    return op.is_view or (decision.label == "free" and not decision.sets_result)
+    is_free = decision.label == "free" and not decision.sets_result
+    return op.is_view or is_free or decision.was_free
 
 
 def _pin_vectors_of_state(graph: StepGraph, decisions: Sequence[Decision], border: Border) -> None:
@@ -121,9 +123,7 @@ def _pin_vectors_of_state(graph: StepGraph, decisions: Sequence[Decision], borde
             # What an optimizer writes is state, of which a GAN's critic has a second forward pass.
             if op.location.phase != "optimizer":
                 of_batch.update(op.results)
-        elif (
-            decision.reason in _OF_MATMULS and op.name == "relax.matmul" and _has_vector(graph, op)
-        ):
+        elif is_our_matmul(op, decision) and _has_vector(graph, op):
             reason = "A matmul of state alone by a vector: a low copy of the matrix saves nothing"
             decision.pin("vector_of_state", reason)
 
@@ -131,6 +131,40 @@ def _pin_vectors_of_state(graph: StepGraph, decisions: Sequence[Decision], borde
 def _has_vector(graph: StepGraph, op: Op) -> bool:
     first, second = (graph.values[leaf] for leaf in op.reads)
     return first.shape[-1] in (first.size, second.size)
+
+
+def _pin_external_gradients(graph: StepGraph, decisions: Sequence[Decision]) -> None:
+    """Keep matmuls in float32 that the gradient of an external call makes of its result.
+
+    torch.autocast is around the forward pass, and the call's result is float32: U and V of an SVD
+    enter its gradient as they are. Low, they make an error of 2e-3 in gradients that are otherwise
+    exact to 1e-6. A matmul whose forward pass read the result low, as a layer's does, is none.
+    """
+    read_low: set[int] = set()
+    of_calls: set[int] = set()
+    for op in graph.ops:
+        decision = decisions[op.position]
+        sources = {_moved_from(graph, leaf) for leaf in op.reads}
+        is_of_call = op.location.phase == "backward" and not of_calls.isdisjoint(sources)
+        if op.name == EXTERNAL:
+            of_calls.update(op.results)
+        elif Mode.LOW not in decision.modes:
+            of_calls.update(op.results if is_of_call else ())
+        elif is_of_call and is_our_matmul(op, decision) and read_low.isdisjoint(sources):
+            reason = "In the gradient of an op of PyTorch's, which autocast is not around"
+            decision.pin("external_gradient", reason)
+            of_calls.update(op.results)
+        else:
+            read_low.update(sources)
+
+
+def _moved_from(graph: StepGraph, leaf: int) -> int:
+    """Return the value that this one is a view or a transposed or repeated copy of."""
+    maker = graph.maker(leaf)
+    while maker is not None and (maker.is_view or maker.name == "relax.broadcast_to"):
+        leaf = maker.reads[0]
+        maker = graph.maker(leaf)
+    return leaf
 
 
 def _pin_unrounded(graph: StepGraph, decisions: Sequence[Decision]) -> None:
