@@ -114,7 +114,7 @@ def a_scheduler() -> Case:
         optimizer.step()
         scheduler.step()
 
-    return Case(lambda: scheduler.get_last_lr()[0], change, "attribute ")
+    return Case(lambda: scheduler.get_last_lr()[0], change, "get_last_lr() of ")
 
 
 def a_later_function() -> Case:
