@@ -52,6 +52,19 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
     The tensors from outside of the step that it is computed from are noted; see `noting_reads`.
     """
+    outside: list[torch.Tensor] = []
+    found = unguarded_value(tensor, outside)
+    note = _note.get()
+    if found is not None and note is not None and not all([note(one) for one in outside]):
+        return None
+    return found
+
+
+def unguarded_value(tensor: torch.Tensor, outside: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return what `constant_value` does, and note nothing.
+
+    The tensors from outside of the step that it is computed from are added to `outside`.
+    """
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     nodes = None if slot is None else nodes_behind(slot.proxy.node, _is_constant)
@@ -59,7 +72,6 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     root: Any = getattr(mode.tracer, "root", None)
     values: dict[torch.fx.Node, Any] = {}
-    outside: list[torch.Tensor] = []
     with _disable_current_modes(), torch.no_grad():
         for node in nodes:
             if node.op == "get_attr":
@@ -77,12 +89,7 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
                 )
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     found = values[slot.proxy.node]
-    if not isinstance(found, torch.Tensor):
-        return None
-    note = _note.get()
-    if note is not None and not all([note(one) for one in outside]):
-        return None
-    return found
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def is_from_outside(node: torch.fx.Node) -> bool:
@@ -91,7 +98,10 @@ def is_from_outside(node: torch.fx.Node) -> bool:
 
 
 def nodes_behind(
-    last: torch.fx.Node, allows: Callable[[torch.fx.Node], bool]
+    last: torch.fx.Node,
+    allows: Callable[[torch.fx.Node], bool],
+    *,
+    most_nodes: int = _MOST_NODES,
 ) -> list[torch.fx.Node] | None:
     """Return the nodes that compute `last`, in order; None if one is not allowed, or many do.
 
@@ -104,7 +114,7 @@ def nodes_behind(
     waiting = [last]
     while waiting:
         node = waiting.pop()
-        if not allows(node) or len(needed) >= _MOST_NODES:
+        if not allows(node) or len(needed) >= most_nodes:
             return None
         needed.add(node)
         reached |= memory[node]

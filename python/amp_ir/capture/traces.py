@@ -21,9 +21,10 @@ from amp_ir.capture.guards.followed_hypers import (
 from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues
+from amp_ir.capture.guards.side_effects import SideEffects
 from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.outside_tensors import lift_outside_tensors
-from amp_ir.capture.state import State
+from amp_ir.capture.state import State, WritesOutsideError
 from amp_ir.capture.traced import Traced
 from amp_ir.capture.tracing import StepTracer
 from amp_ir.distributed.replicas import Ranks
@@ -54,6 +55,8 @@ class Traces:
         """
         tracer, traced = self._once(numbers, symbolic=symbolic, others=others)
         effects = tracer.effects
+        if effects.tables.found:
+            self._check_tables(effects, numbers, symbolic=symbolic, others=others)
         if not effects.left:
             return tracer, traced
         with effects.again():
@@ -66,6 +69,17 @@ class Traces:
         if left is None:
             return tracer, traced
         return other, attrs.evolve(second, initial_values=left)
+
+    def _check_tables(self, effects: SideEffects, numbers: frozenset[str], **how: Any) -> None:
+        """Check that the step leaves the tables alone that it made, once they are there."""
+        with self._kept_state(), effects.again(with_tables=True):
+            try:
+                other, _ = self._once(numbers, **how)
+            except WritesOutsideError:
+                raise effects.tables.error() from None
+        if {one.key for one in other.effects.left} - {one.key for one in effects.left}:
+            raise effects.tables.error()
+        effects.tables.refuse_changed(other.effects.tables)
 
     def _once(self, numbers: frozenset[str], **how: Any) -> tuple[StepTracer, Traced]:
         mode = fake_tensor_mode(allow_non_fake_inputs=True)

@@ -21,8 +21,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from amp_ir.capture.constant_values import nodes_behind
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics
+from amp_ir.capture.guards.kept_tables import KeptTables
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
     Left,
@@ -76,6 +78,8 @@ _REMOVE = "Keep it in the step, and remove it after the call"
 _SET_MODE = "Set it before the step, and between steps"
 _PLAIN = "Guards do not see what it holds: call the module that it was made of"
 _MAKE_ITERATOR = "Keep a list or a tuple of what it gives, or make it after the call"
+# As of loops that fill a mask element by element.
+_MOST_OPS = 2**20
 _RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
@@ -95,7 +99,7 @@ class SideEffects:
     left where it had, with their places; `leaves_followed` says that one is a number that is an
     input. A step that would leave the same values again, and have the same graph, has only
     initialized itself (`if self.kind is None: ...`); any other has state, which `state_error`
-    reports.
+    reports. `tables` are tensors of constants alone that it left.
     """
 
     observer: Observer
@@ -103,6 +107,7 @@ class SideEffects:
     left: list[Left] = attrs.Factory(list)
     stored: list[StoredValue] = attrs.Factory(list)
     leaves_followed: bool = False
+    tables: KeptTables = attrs.Factory(KeptTables)
     registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
     of_optimizers: OptimizerObjects = attrs.Factory(lambda: OptimizerObjects([]))
     random_before: Any = attrs.Factory(random.getstate)
@@ -141,6 +146,8 @@ class SideEffects:
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
             reported.add((id(place.holder), place.key))
+            if place.is_loaded and _is_constant_tensor(now):
+                self.tables.add(place, now, shared, _at(self._line(place)))
             if _holds_result(now):
                 diagnostics.add(*_kept(place.name(), now, self._line(place)))
             elif holds_result_number(now, shared):
@@ -190,9 +197,9 @@ class SideEffects:
                 cache.cache_clear()
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, *, with_tables: bool = False) -> Iterator[None]:
         """Hold in the user's objects, for the duration of the context, what the step left."""
-        put_left(self.left)
+        put_left([*self.left, *self.tables.found] if with_tables else self.left)
         try:
             yield
         finally:
@@ -231,6 +238,9 @@ class SideEffects:
             elif _holds_result(one.tensor):
                 what, _, _ = _kept(one.name(), one.tensor, ("", 0))
                 diagnostics.add(what, at, _IN_INIT if one.kind == "parameter" else _MAKE_BUFFER)
+            elif one.kind == "buffer":
+                place = Place(one.parent._buffers, "entry", one.key, one.name, ABSENT)
+                self.tables.add(place, one.tensor, (), at)
 
     def _line_of(self, one: NewModule | ChangedTensor) -> tuple[str, int]:
         """Return the line that stores what the step registers; ("", 0) where none is known."""
@@ -279,14 +289,17 @@ class SideEffects:
         self, contents: Contents, reported: set[tuple[int, Any]], diagnostics: Diagnostics
     ) -> None:
         """Report changes of containers; entries that are places are reported as places."""
-        changed = [
+        differing = [
             (key, now, before)
             for key, now, before in _differences(contents)
             if (id(contents.target), key) not in reported
             and id(now) not in self.put
             and not is_same(now, before)
-            and not _is_constant_tensor(now)
         ]
+        changed = [one for one in differing if not _is_constant_tensor(one[1])]
+        if len(changed) < len(differing):
+            shared = frozenset(self.observer.objects.contents)
+            self.tables.add(contents, contents.now(), shared, _at(contents.line))
         if not changed:
             return
         kept = [(now, before) for _, now, before in changed if _holds_result(now)]
@@ -416,15 +429,10 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     slot = get_proxy_slot(tensor, mode.tracer, None)
     if slot is None:
         return False
-    nodes: list[torch.fx.Node] = [slot.proxy.node]
-    seen: set[torch.fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        tags: Any = getattr(node.target, "tags", ())
-        if node.op == "placeholder" or torch.Tag.nondeterministic_seeded in tags:
-            return False
-        nodes += node.all_input_nodes
-    return True
+    behind = nodes_behind(slot.proxy.node, _is_computed_again, most_nodes=_MOST_OPS)
+    return behind is not None
+
+
+def _is_computed_again(node: torch.fx.Node) -> bool:
+    tags: Any = getattr(node.target, "tags", ())
+    return node.op != "placeholder" and torch.Tag.nondeterministic_seeded not in tags

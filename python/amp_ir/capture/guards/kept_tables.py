@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of constants alone that a step makes in its first call and keeps: tables of positions.
+
+A compiled step computes them in each call. That is right where later calls only read them, as a
+trace shows that finds them in place: a total that begins with zeros is written to in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from amp_ir.capture.constant_values import unguarded_value
+from amp_ir.capture.diagnostics import Diagnostics
+from amp_ir.capture.guards.left_values import Left, as_now, renewed
+from amp_ir.capture.guards.places import Contents, Place
+from amp_ir.errors import CaptureError
+from amp_ir.ir.location import Location
+
+_MAKE_BEFORE = (
+    "Make it before the first call, and update it in place: a tensor that is there is followed"
+)
+
+
+class KeptTables:
+    """The tables of one trace, with their values."""
+
+    def __init__(self) -> None:
+        self.found: list[Left] = []
+
+    def add(
+        self, place: Place | Contents, now: Any, shared: Container[int], where: Location
+    ) -> None:
+        """Add what is in a place now; call it inside the trace.
+
+        Tensors of too many numbers or ops to compute here are as the compiled step computes them.
+        """
+        value = as_now(now, shared)
+        key: tuple[int, Any]
+        if isinstance(place, Contents):
+            value = tuple(renewed(one, shared, _with_value) for one in value)
+            key = id(place.target), None
+        else:
+            value = renewed(value, shared, _with_value)
+            key = id(place.holder), place.key
+        made = [one for one in _leaves(value) if isinstance(one, torch.Tensor)]
+        if made and not any(isinstance(one, FakeTensor) for one in made):
+            shape = tuple(made[-1].shape)
+            what = f"makes a tensor of shape {shape} for {place.name()}, and changes it once it is"
+            said = f"{what} there", where, _MAKE_BEFORE
+            self.found.append(Left(place, value, key, said))
+
+    def refuse_changed(self, later: KeptTables) -> None:
+        """Raise unless a trace that found these in place left them so.
+
+        Raises:
+            CaptureError: a table has other values then.
+        """
+        before = {one.key: one.value for one in self.found}
+        for one in later.found:
+            if one.key not in before or not _are_equal(one.value, before[one.key]):
+                raise self.error([one])
+
+    def error(self, changed: Sequence[Left] = ()) -> CaptureError:
+        """Return the error about changed tables, or about all of these."""
+        diagnostics = Diagnostics()
+        for one in changed or self.found:
+            diagnostics.add(*one.diagnostic)
+        return diagnostics.error()
+
+
+def _with_value(one: Any) -> Any:
+    value = unguarded_value(one, []) if isinstance(one, FakeTensor) else None
+    return one if value is None else value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Return what is in a value, and in the containers that `renewed` makes anew."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from _leaves(one)
+    elif isinstance(value, (list, tuple, set)):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether values hold equal tensors; of other values other checks tell."""
+    mine, others = (
+        [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+        for value in (one, other)
+    )
+    return len(mine) == len(others) and all(map(_is_same, mine, others))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return torch.equal(one, other) or bool((one.isclose(other, 0, 0, equal_nan=True)).all())

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that a step makes in its first call and keeps: read only, or changed in later calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_ir
+from amp_ir import errors
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+Keep = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+
+
+def trained(keep: Keep, *, is_compiled: bool) -> list[torch.Tensor]:
+    """The losses of four calls of a step that adds what it keeps."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    held: dict[str, Any] = {}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) * keep(model, held)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer) if is_compiled else step
+    return [train(X * k) for k in range(1, 5)]
+
+
+def an_attribute(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if not hasattr(model, "table"):
+        model.table = torch.zeros(4)
+        model.table[1:] = 1
+    return model.table
+
+
+def a_mask_of_a_loop(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if not hasattr(model, "table"):
+        table = torch.ones(4, 4)
+        for k in range(4):
+            table[k, :k] = 0.5
+        model.table = table
+    return model.table
+
+
+def a_pair(_model: Any, held: dict[str, Any]) -> torch.Tensor:
+    if "table" not in held:
+        angles = torch.arange(4.0) / 4
+        held["table"] = angles.cos(), angles.sin()
+    cos, sin = held["table"]
+    return cos + sin
+
+
+def a_cache_by_size(_model: Any, held: dict[Any, Any]) -> torch.Tensor:
+    cache = held.setdefault("cache", {})
+    if 4 not in cache:
+        cache[4] = torch.arange(4.0)
+    return cache[4]
+
+
+def a_buffer(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if "table" not in model._buffers:
+        model.register_buffer("table", torch.arange(4.0))
+    return model.table
+
+
+def one_made_in_each_call(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    model.table = torch.arange(4.0)
+    model.table += 1
+    return model.table
+
+
+READ = [
+    an_attribute, a_mask_of_a_loop, a_pair, a_cache_by_size, a_buffer, one_made_in_each_call,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", READ, ids=lambda one: one.__name__)
+def test_tables_that_are_only_read_are_computed_in_each_call(keep: Keep) -> None:
+    """Of constants alone, they are the same at every call."""
+    expected, found = trained(keep, is_compiled=False), trained(keep, is_compiled=True)
+    # Rounding of float32 sums in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def a_total(_model: Any, held: dict[str, Any]) -> torch.Tensor:
+    return held.setdefault("total", torch.zeros(4)).add_(1)
+
+
+def a_total_in_place_of_itself(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    model.total = getattr(model, "total", torch.zeros(4)) + 1
+    return model.total
+
+
+def a_total_by_a_view(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if not hasattr(model, "total"):
+        model.total = torch.zeros(4)
+    model.total[0] += 1
+    return model.total
+
+
+def a_total_in_a_buffer(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if "total" not in model._buffers:
+        model.register_buffer("total", torch.zeros(4))
+    model.total += 1
+    return model.total
+
+
+def a_turning_pair(_model: Any, held: dict[str, Any]) -> torch.Tensor:
+    first, second = held.get("pair", (torch.zeros(4), torch.ones(4)))
+    held["pair"] = second, first
+    return first
+
+
+CHANGED = {
+    a_total: "closure variable 'held' of step (test_kept_tables.py:",
+    a_total_in_place_of_itself: "attribute 'total' of module (the model itself)",
+    a_total_by_a_view: "attribute 'total' of module (the model itself)",
+    a_total_in_a_buffer: "buffer 'total' of Linear",
+    a_turning_pair: "closure variable 'held' of step (test_kept_tables.py:",
+}
+
+
+@pytest.mark.parametrize("keep", CHANGED, ids=lambda one: one.__name__)
+def test_what_later_calls_change_is_refused(keep: Keep) -> None:
+    """Each of these was as in the first call at every call, silently."""
+    with pytest.raises(errors.CaptureError) as caught:
+        trained(keep, is_compiled=True)
+    message = str(caught.value)
+    assert f"makes a tensor of shape (4,) for {CHANGED[keep]}" in message
+    assert "and changes it once it is there. Make it before the first call, and update" in message
+
+
+def test_the_message_names_the_line() -> None:
+    """As a user reads it."""
+    with pytest.raises(errors.CaptureError) as caught:
+        trained(a_total_by_a_view, is_compiled=True)
+    line = a_total_by_a_view.__code__.co_firstlineno + 2
+    assert str(caught.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{line}: makes a tensor of shape (4,) for "
+        "attribute 'total' of module (the model itself), and changes it once it is there. Make it "
+        "before the first call, and update it in place: a tensor that is there is followed"
+    )
+
+
+def a_queue_written_by_views(_model: Any, held: dict[str, Any]) -> torch.Tensor:
+    if "queue" not in held:
+        held["queue"] = torch.zeros(4, 4)
+    queue = held["queue"]
+    queue[1:] = queue[:-1].clone()
+    queue[0] = _model.weight.detach()[0]
+    return queue
+
+
+def test_a_table_into_whose_views_results_go_is_a_result() -> None:
+    """It was a constant to the guards, and forgotten after each call, silently."""
+    with pytest.raises(errors.CaptureError, match=r"keeps a tensor of shape \(4, 4\)"):
+        trained(a_queue_written_by_views, is_compiled=True)
+
+
+def test_a_total_that_is_there_is_followed() -> None:
+    """What the message advises."""
+
+    def keep(model: Any, held: dict[str, Any]) -> torch.Tensor:
+        return held["total"].add_(1)
+
+    def with_total(*, is_compiled: bool) -> list[torch.Tensor]:
+        total = {"total": torch.zeros(4)}
+        return trained(lambda model, _held: keep(model, total), is_compiled=is_compiled)
+
+    expected, found = with_total(is_compiled=False), with_total(is_compiled=True)
+    # Rounding of float32 sums in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
