@@ -6,7 +6,6 @@ Each kind of refusal has a page in docs/refused too, whose programs tests/test_r
 
 from __future__ import annotations
 
-import copy
 import random
 import time
 from collections.abc import Callable
@@ -33,15 +32,14 @@ class Setting:
         self.other = nn.Linear(3, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
-        self.outside = torch.zeros(3)
+        self.outside = torch.zeros(3, 2)[:, 0]
         self.model.register_buffer("seen", torch.zeros(3))
         self.model.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.head, self.scaled = self.model.weight[:1], self.model.weight * 2
         self.model.register_buffer("queue", torch.zeros(5, 3))
+        self.transposed = {"weight": torch.zeros(4, 3).t()}
         self.averages = {"weight": torch.zeros(3, 4)}
-        self.average = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(3, 4), False)})
         self.copied = {name: one.clone() for name, one in self.model.state_dict().items()}
-        self.copy = copy.deepcopy(self.model)
         self.kept: list[torch.Tensor] = []
         self.calls = 0
 
@@ -87,12 +85,11 @@ def replaces_averages(s: Setting, x: torch.Tensor) -> Any:
     return loss, s.copied["weight"].clone()
 
 
-def updates_copy(s: Setting, x: torch.Tensor) -> Any:
+def updates_averages(s: Setting, x: torch.Tensor) -> Any:
     loss = s.train(s.loss(x))
-    with torch.no_grad():
-        for average, value in zip(s.copy.parameters(), s.model.parameters(), strict=True):
-            average.mul_(0.75).add_(value, alpha=0.25)
-    return loss, s.copy.weight.clone()
+    for name, value in s.model.named_parameters():
+        s.copied[name].mul_(0.75).add_(value.detach(), alpha=0.25)
+    return loss, s.copied["weight"].clone()
 
 
 def returns_averages(s: Setting, x: torch.Tensor) -> Any:
@@ -341,14 +338,12 @@ HINTS = {
         after=lambda s, _: s.scheduler.step(),
     ),
     "tensors of a dict": Hint(
+        lambda s, x: averaged(s, x, s.transposed),
+        "A tensor of a dict, a list or a closure is followed where it needs no gradient, is contig",
         lambda s, x: averaged(s, x, s.averages),
-        "Tensors of a dict or list may be in a torch.nn.ParameterDict or ParameterList",
-        lambda s, x: averaged(s, x, s.average),
-        models=("model", "average"),
     ),
     "averages in a dict": Hint(
-        replaces_averages, "averages of parameters into average = copy.deepcopy(model)",
-        updates_copy, models=("model", "copy"),
+        replaces_averages, "Update the tensor that is there in place", updates_averages,
     ),
     "averages that are returned": Hint(
         replaces_averages, "Or return what is new, and assign it after the call", returns_averages,
