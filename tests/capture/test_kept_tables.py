@@ -78,8 +78,22 @@ def one_made_in_each_call(model: Any, _held: dict[str, Any]) -> torch.Tensor:
     return model.table
 
 
+class Kept:
+    """An object of the user's."""
+
+    table: torch.Tensor
+
+
+def an_object(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if not hasattr(model, "kept"):
+        model.kept = Kept()
+        model.kept.table = torch.arange(4.0)
+    return model.kept.table
+
+
 READ = [
     an_attribute, a_mask_of_a_loop, a_pair, a_cache_by_size, a_buffer, one_made_in_each_call,
+    an_object,
 ]  # fmt: skip
 
 
@@ -120,11 +134,29 @@ def a_turning_pair(_model: Any, held: dict[str, Any]) -> torch.Tensor:
     return first
 
 
+def a_total_in_an_object(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if not hasattr(model, "kept"):
+        model.kept = Kept()
+        model.kept.table = torch.zeros(4)
+    model.kept.table += 1
+    return model.kept.table
+
+
+def a_total_of_many_ops(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if not hasattr(model, "total"):
+        model.total = torch.zeros(4)
+    for k in range(400):
+        model.total[k % 4] += 0.01
+    return model.total
+
+
 CHANGED = {
     a_total: "closure variable 'held' of step (test_kept_tables.py:",
     a_total_in_place_of_itself: "attribute 'total' of module (the model itself)",
     a_total_by_a_view: "attribute 'total' of module (the model itself)",
     a_total_in_a_buffer: "buffer 'total' of Linear",
+    a_total_in_an_object: "attribute 'kept' of module (the model itself)",
+    a_total_of_many_ops: "attribute 'total' of module (the model itself)",
     a_turning_pair: "closure variable 'held' of step (test_kept_tables.py:",
 }
 

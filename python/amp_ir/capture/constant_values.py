@@ -60,15 +60,19 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
-def unguarded_value(tensor: torch.Tensor, outside: list[torch.Tensor]) -> torch.Tensor | None:
+def unguarded_value(
+    tensor: torch.Tensor, outside: list[torch.Tensor], *, most_nodes: int = _MOST_NODES
+) -> torch.Tensor | None:
     """Return what `constant_value` does, and note nothing.
 
     The tensors from outside of the step that it is computed from are added to `outside`.
     """
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    nodes = None if slot is None else nodes_behind(slot.proxy.node, _is_constant)
-    if mode is None or nodes is None or slot is None:
+    if mode is None or slot is None:
+        return None
+    nodes = nodes_behind(slot.proxy.node, _is_constant, most_nodes=most_nodes)
+    if nodes is None:
         return None
     root: Any = getattr(mode.tracer, "root", None)
     values: dict[torch.fx.Node, Any] = {}

@@ -7,6 +7,7 @@ trace shows that finds them in place: a total that begins with zeros is written 
 
 from __future__ import annotations
 
+import types
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
@@ -17,12 +18,17 @@ from amp_ir.capture.constant_values import unguarded_value
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import Left, as_now, renewed
 from amp_ir.capture.guards.places import Contents, Place
+from amp_ir.capture.guards.users_objects import own_attributes
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
 
 _MAKE_BEFORE = (
     "Make it before the first call, and update it in place: a tensor that is there is followed"
 )
+# As of loops that fill a mask element by element.
+_MOST_OPS = 2**14
+# Of these no attributes are looked at.
+_WHOLE = (torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, type)
 
 
 class KeptTables:
@@ -36,15 +42,15 @@ class KeptTables:
     ) -> None:
         """Add what is in a place now; call it inside the trace.
 
-        Tensors of too many numbers or ops to compute here are as the compiled step computes them.
+        Tensors of too many numbers to compute here are as the compiled step computes them.
         """
         value = as_now(now, shared)
         key: tuple[int, Any]
         if isinstance(place, Contents):
-            value = tuple(renewed(one, shared, _with_value) for one in value)
+            value = tuple(renewed(one, shared, _with_values) for one in value)
             key = id(place.target), None
         else:
-            value = renewed(value, shared, _with_value)
+            value = renewed(value, shared, _with_values)
             key = id(place.holder), place.key
         made = [one for one in _leaves(value) if isinstance(one, torch.Tensor)]
         if made and not any(isinstance(one, FakeTensor) for one in made):
@@ -72,9 +78,16 @@ class KeptTables:
         return diagnostics.error()
 
 
-def _with_value(one: Any) -> Any:
-    value = unguarded_value(one, []) if isinstance(one, FakeTensor) else None
-    return one if value is None else value
+def _with_values(one: Any) -> Any:
+    """Return the value of a tensor; give an object that the step has made those of its own."""
+    if isinstance(one, FakeTensor):
+        value = unguarded_value(one, [], most_nodes=_MOST_OPS)
+        return one if value is None else value
+    if not isinstance(one, _WHOLE):
+        own = own_attributes(one) or {}
+        for key in [key for key, held in own.items() if isinstance(held, FakeTensor)]:
+            own[key] = _with_values(own[key])
+    return one
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -87,6 +100,8 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(one)
     else:
         yield value
+        if not isinstance(value, _WHOLE):
+            yield from (own_attributes(value) or {}).values()
 
 
 def _are_equal(one: Any, other: Any) -> bool:

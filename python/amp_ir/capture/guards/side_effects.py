@@ -146,13 +146,12 @@ class SideEffects:
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
             reported.add((id(place.holder), place.key))
-            if place.is_loaded and _is_constant_tensor(now):
-                self.tables.add(place, now, shared, _at(self._line(place)))
+            is_table = _is_constant_tensor(now)
             if _holds_result(now):
                 diagnostics.add(*_kept(place.name(), now, self._line(place)))
             elif holds_result_number(now, shared):
                 diagnostics.add(*_kept_number(place.name(), self._line(place)))
-            elif place.is_loaded and not _is_constant_tensor(now):
+            elif place.is_loaded and not is_table:
                 now = as_now(now, shared)
                 said = _changed(place, now, self._line(place))
                 self.left.append(Left(place, now, (id(place.holder), place.key), said))
@@ -162,6 +161,8 @@ class SideEffects:
                 diagnostics.add(*_kept_number(place.name(), self._line(place)))
             elif isinstance(now, Iterator) and held_by(now) is None:
                 diagnostics.add(*_kept_iterator(place.name(), now, self._line(place)))
+            if place.is_loaded and is_table:
+                self.tables.add(place, now, shared, _at(self._line(place)))
         return reported
 
     def restore(self) -> None:
