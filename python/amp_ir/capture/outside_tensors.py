@@ -20,6 +20,7 @@ from amp_ir.capture.state import State, StateTensor, fake_of
 from amp_ir.capture.traced import Traced
 from amp_ir.errors import StateError
 from amp_ir.ir.location import META_KEY, Location
+from amp_ir.ir.memory_overlap import storage_address
 from amp_ir.ir.step_module import Role
 from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
 from amp_ir.ir.unusable_tensors import tensor_error
@@ -65,13 +66,13 @@ def lift_outside_tensors(
     known = state.tensors
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     own = {geometry(entry.tensor): node for entry, node in zip(known, placeholders, strict=False)}
-    memory = {_address(entry.tensor): entry for entry in known if entry.tensor.numel()}
+    memory = {storage_address(entry.tensor): entry for entry in known if entry.tensor.numel()}
     after_state = next(node for node in graph.nodes if node not in set(placeholders[: len(known)]))
     diagnostics, added = Diagnostics(), []
     for tensor, nodes in users:
         node = own.get(geometry(tensor))
         if node is None:
-            sharing = memory.get(_address(tensor))
+            sharing = memory.get(storage_address(tensor))
             if sharing is not None and tensor.numel():
                 _report_part(diagnostics, tensor, sharing, nodes[0])
             node = _add_input(graph, after_state, tensor, names, state, mode)
@@ -163,7 +164,3 @@ def geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     return (
         tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device,
     )  # fmt: skip
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

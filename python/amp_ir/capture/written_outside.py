@@ -17,6 +17,7 @@ from amp_ir.capture.alias_sets import shared_memory
 from amp_ir.capture.constant_values import is_from_outside
 from amp_ir.capture.outside_tensors import geometry, is_dense
 from amp_ir.capture.state import StateTensor
+from amp_ir.ir.memory_overlap import storage_address
 from amp_ir.ir.unusable_tensors import tensor_error
 
 _Names = Mapping[int, tuple[torch.Tensor, Callable[[], str]]]
@@ -30,7 +31,7 @@ class WrittenOutside:
 
     def __init__(self, names: _Names, state: Sequence[StateTensor]) -> None:
         self._names = names
-        self._state = {_address(one.tensor) for one in state if one.tensor.numel()}
+        self._state = {storage_address(one.tensor) for one in state if one.tensor.numel()}
         self._sources: dict[torch.fx.Node, torch.Tensor | None] = {}
         self._found: dict[int, tuple[torch.Tensor, str]] = {}
 
@@ -71,7 +72,7 @@ class WrittenOutside:
         key = geometry(tensor)
         for own, name_of in list(self._names.values()):
             if geometry(own) == key and _may_be_state(own):
-                address = _address(own)
+                address = storage_address(own)
                 if address in self._state:
                     return False
                 known = self._found.get(address)
@@ -83,7 +84,7 @@ class WrittenOutside:
     def as_traced(self, value: object) -> object:
         """Return a view of an argument that is from outside and written, to go on with."""
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-            if value.numel() and _address(value) in self._found:
+            if value.numel() and storage_address(value) in self._found:
                 return torch.ops.aten.alias.default(value)
         return value
 
@@ -91,7 +92,3 @@ class WrittenOutside:
 def _may_be_state(tensor: torch.Tensor) -> bool:
     is_plain = not (tensor.requires_grad or tensor.is_complex())
     return is_plain and is_dense(tensor) and tensor_error(tensor) is None
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -18,5 +18,10 @@ def memory_range(tensor: torch.Tensor) -> range:
         return range(0)
     last = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     # A fake tensor has a storage and no address in it.
-    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    start = storage_address(tensor) + tensor.storage_offset() * tensor.element_size()
     return range(start, start + (last + 1) * tensor.element_size())
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where the storage of a tensor begins; a fake tensor's is at 0."""
+    return tensor.untyped_storage().data_ptr()

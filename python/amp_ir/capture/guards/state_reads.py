@@ -26,6 +26,7 @@ from amp_ir.capture.guards.places import change_in_words
 from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import FloatTape
 from amp_ir.ir.location import Location
+from amp_ir.ir.memory_overlap import storage_address
 from amp_ir.ir.short_list import short_list
 from amp_ir.ir.step_module import Role
 
@@ -148,7 +149,7 @@ class StateReads:
         self._note_read = note_read
         self._diagnostics = diagnostics
         self._found: list[_Read] = []
-        self._storages = {_address(one.tensor) for one in entries if one.tensor.numel()}
+        self._storages = {storage_address(one.tensor) for one in entries if one.tensor.numel()}
 
     def value(self, tensor: torch.Tensor, location: Location) -> torch.Tensor | None:
         """Return what Python reads of a traced tensor, and guard it; None if it may not."""
@@ -169,7 +170,7 @@ class StateReads:
 
         A view of it that was made before the step: the step writes to the state's fake.
         """
-        if not isinstance(tensor, FakeTensor) and _address(tensor) in self._storages:
+        if not isinstance(tensor, FakeTensor) and storage_address(tensor) in self._storages:
             return False
         self._note_read(tensor)
         return True
@@ -319,7 +320,3 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         now, before = one.item(), other.item()
         return now == before or (now != now and before != before)
     return torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
