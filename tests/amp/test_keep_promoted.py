@@ -91,6 +91,58 @@ def test_gradients_are_as_exact_as_those_of_torch_autocast(low: str, loss: Loss,
     assert (ours - exact).norm() <= allowed
 
 
+_CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float": lambda h: h.float(),
+    "to": lambda h: h.to(torch.float32),
+    "to with a name": lambda h: h.to(dtype=torch.float32, device="cpu"),
+    "type": lambda h: h.type(torch.float32),
+    "a view": lambda h: h.view(h.shape).float(),
+    "a part": lambda h: h.chunk(1, -1)[0].float(),
+    "twice": lambda h: (h.sigmoid(), h.float())[1],
+}
+
+
+@pytest.mark.parametrize("cast", sorted(_CASTS))
+def test_low_precision_ends_where_the_user_casts_to_float32(cast: str) -> None:
+    """The cast is no op in a float32 trace. Forgotten, the gradient's error was 0.9."""
+
+    def loss(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = net(x)
+        q = (_CASTS[cast](h) if x.dtype == torch.float32 else h) * 3.0 + 1000.0
+        return (q[:, 1:] - q[:, :-1]).square().mean()
+
+    net, x = _net(8), torch.randn(64, 16)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        value = loss(net, x)
+        value.backward()
+        return value.detach()
+
+    exact = _gradients(loss, copy.deepcopy(net).double(), x.double())
+    peer = _gradients(loss, net, x, "bfloat16")
+    amp_ir.jit(step, model=net, amp_dtype="bfloat16", rounding="strict")(x)
+    ours = torch.cat([one.grad.double().flatten() for one in net.parameters()])
+    # As above; the error of a step that rounds 1000 is 0.9 of the gradient.
+    allowed = 1.5 * (peer - exact).norm() + torch.finfo(torch.bfloat16).eps * exact.norm()
+    assert (ours - exact).norm() <= allowed
+
+
+def test_a_cast_to_a_device_says_nothing_of_precision() -> None:
+    """And without a cast, products with numbers may be low, as under torch.autocast."""
+    net = _net(8)
+    for cast, expected in ((lambda h: h.to("cpu"), False), (lambda h: h.float(), True)):
+
+        def step(x: torch.Tensor, cast: Any = cast) -> torch.Tensor:
+            q = cast(net(x)) * 3.0 + 1000.0
+            loss = (q[:, 1:] - q[:, :-1]).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        ops = [one for one in _plan(step, torch.randn(64, 16), model=net) if not one.module]
+        rules = {one.rule for one in ops if one.phase == "forward"}
+        assert ("promoted" in rules) is expected
+
+
 def _plan(step: Callable[..., Any], *batch: torch.Tensor, **options: Any) -> list[Any]:
     mod = amp_ir.trace_step(step, batch, model=options.pop("model"))[0]
     return list(amp_ir.autocast(mod, amp_dtype="bfloat16", **options).plan.ops)

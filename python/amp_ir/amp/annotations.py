@@ -37,7 +37,7 @@ def apply_annotations(graph: StepGraph, decisions: Sequence[Decision], amp_dtype
         precision = op.location.precision
         if op.is_view or op.location.phase == "optimizer" or precision == "off":
             continue
-        if precision != "rules":
+        if precision in _RULES:
             _follow(graph, decisions, op, precision, amp_dtype)
             decision.rule, decision.reason = _RULES[precision]
         elif op.name == NAME:

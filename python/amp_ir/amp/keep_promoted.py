@@ -85,19 +85,25 @@ def _may_cancel(graph: StepGraph, op: Op) -> bool:
 def _low_under_autocast(graph: StepGraph, decisions: Sequence[Decision]) -> set[int]:
     """Return the values that torch.autocast has in the low dtype.
 
+    Readers of what the user casts by `x.float()` have it in float32.
+
     Matmuls of a float32 matrix by a float32 vector are pinned on the way. On a CPU mv is on none of
     autocast's lists, and a low copy of a matrix that is read once saves nothing.
     """
     low = {leaf for leaf, value in enumerate(graph.values) if value.dtype in LOW_DTYPES}
+    read_low = set(low)
     for op in graph.ops:
         decision = decisions[op.position]
         if op.location.phase == "optimizer":
             continue
         if is_our_matmul(op, decision) and len(graph.values[op.reads[1]].shape) == 1:
-            if low.isdisjoint(op.reads):
+            if read_low.isdisjoint(op.reads):
                 decision.pin("vector", "A matmul by a vector, of which PyTorch has both in float32")
-        if _is_low(graph, op, decision, low):
-            low.update(leaf for leaf in op.results if graph.values[leaf].dtype == FULL_DTYPE)
+        if _is_low(graph, op, decision, read_low):
+            made = [leaf for leaf in op.results if graph.values[leaf].dtype == FULL_DTYPE]
+            low.update(made)
+            if op.location.precision != "widened":
+                read_low.update(made)
     return low
 
 

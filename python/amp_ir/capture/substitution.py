@@ -36,6 +36,7 @@ from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.texts_of_numbers import NO_VALUE, refuse_text
 from amp_ir.capture.transaction import Transaction
 from amp_ir.capture.value_checks import check_arguments
+from amp_ir.capture.widened import CASTS, mark_widened
 from amp_ir.ir.location import Location
 
 _GRADIENT: Any = torch.Tensor.grad
@@ -182,6 +183,8 @@ class Substitution(TorchFunctionMode):
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)
+        if func in CASTS:
+            mark_widened(args, kwargs, out)
         if func in _BACKWARD:
             self._watch.accumulated()
         if func in _DIFFERENTIATES:

@@ -18,12 +18,14 @@ import tvm
 
 Phase = Literal["forward", "backward", "optimizer"]
 # The precision that the user chose for a region: by the rules, without casts, low, float32, or the
-# widest dtype among an op's arguments.
-Precision = Literal["rules", "off", "low", "float32", "promote"]
+# widest dtype among an op's arguments; "widened": by the rules, and the user casts the results.
+Precision = Literal["rules", "off", "low", "float32", "promote", "widened"]
 META_KEY = "amp_ir_location"
 _SEPARATOR = "|"
 # What follows the phase in a span.
-_MARKS: dict[Precision, str] = {"rules": "", "off": "!", "low": "<", "float32": ">", "promote": "^"}
+_MARKS: dict[Precision, str] = {
+    "rules": "", "off": "!", "low": "<", "float32": ">", "promote": "^", "widened": "+",
+}  # fmt: skip
 _PRECISIONS = {mark: precision for precision, mark in _MARKS.items()}
 _precision: contextvars.ContextVar[Precision] = contextvars.ContextVar(
     "amp_ir_precision", default="rules"
@@ -65,7 +67,8 @@ class Location:
     `module` is the dotted path as in `model.named_modules()` ("" for the root or for code outside
     of any module; the second and later models of a step are prefixed "model1.", "model2.", ...).
     `precision` is "off" inside of `autocast_off()` and `torch.autocast(enabled=False)`, and
-    another one inside of the functions of `ir/annotations.py`.
+    another one inside of the functions of `ir/annotations.py`; "widened" if the results are cast by
+    `x.float()` where they are float32 already.
     """
 
     module: str = ""

@@ -7,6 +7,7 @@ import functools
 import os
 import platform
 import re
+import reprlib
 from typing import Any, Literal
 
 import attrs
@@ -131,7 +132,8 @@ def parse_target(name: str | torch.device) -> CompileTarget:
     if isinstance(name, str) and name.startswith("sm_"):
         return cuda(name)
     raise OptionError(
-        f'target={name!r} is not known; expected "cpu", "cuda" or an architecture such as "sm_90"'
+        f"target={reprlib.repr(name)} is not known; "
+        'expected "cpu", "cuda" or an architecture such as "sm_90"'
     )
 
 
