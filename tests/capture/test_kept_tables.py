@@ -212,3 +212,141 @@ def test_a_total_that_is_there_is_followed() -> None:
     expected, found = with_total(is_compiled=False), with_total(is_compiled=True)
     # Rounding of float32 sums in another order.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+class Growing(nn.Module):
+    """Adds positions, of which it keeps a table that grows with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.longest = 0
+        self.built = 0
+        self.mask: torch.Tensor | None = None
+
+    def grow(self, length: int) -> None:
+        """Make the tables anew, as many public rotary and sinusoidal embeddings do."""
+        self.longest = length
+        self.built += 1
+        position = torch.arange(length).float()[:, None]
+        table = torch.zeros(length, 4)
+        table[:, 0::2] = torch.sin(position * torch.tensor([1.0, 0.5]))
+        table[:, 1::2] = torch.cos(position * torch.tensor([1.0, 0.5]))
+        self.table = table
+        self.mask = torch.ones(length, length).tril()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[0]
+        if self.mask is None or length > self.longest:
+            self.grow(length)
+        assert self.mask is not None
+        return self.mask[:length, :length] @ self.layer(x) + self.table[:length]
+
+
+class Turning(Growing):
+    """Keeps its tables in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[0]
+        if length > self.longest:
+            self.longest = length
+            angles = torch.arange(length).float()[:, None] * torch.tensor([1.0, 0.5, 0.2, 0.1])
+            self.kept["turns"] = angles.cos(), angles.sin()
+        cos, sin = self.kept["turns"]
+        y = self.layer(x)
+        return y * cos[:length] + y.flip(-1) * sin[:length]
+
+
+@pytest.mark.parametrize("kind", [Growing, Turning])
+def test_tables_beside_a_number_are_left_as_the_number_is(kind: type[Growing]) -> None:
+    """The second trace of the step had the number and no table: an AttributeError."""
+    torch.manual_seed(0)
+    models = [kind(), kind()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in models]
+
+    def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    ours, theirs = map(step_of, models, optimizers)
+    train = amp_ir.jit(ours, model=models[0], optimizer=optimizers[0])
+    for length in (6, 6, 4, 9, 9, 6, 4, 9):
+        x = torch.randn(length, 4)
+        # Rounding of float32 sums in another order.
+        torch.testing.assert_close(train(x), theirs(x), rtol=1e-5, atol=0)
+        found, expected = ({**vars(one), **vars(one).get("kept", {})} for one in models)
+        for name in ("longest", "built", "table", "mask", "turns"):
+            torch.testing.assert_close(found.get(name), expected.get(name), rtol=1e-6, atol=1e-7)
+    compiled = len(train.recompiles)
+    for length in (9, 4, 6):
+        train(torch.randn(length, 4))
+    assert len(train.recompiles) == compiled
+
+
+def beside_a_number(model: Any, change: Callable[[Any], None]) -> torch.Tensor:
+    """Make a tensor and a number in the first call, and change the tensor in each."""
+    if not hasattr(model, "begun"):
+        model.begun = True
+        model.total = torch.zeros(4)
+    change(model)
+    return model.total
+
+
+def add_in_place(model: Any) -> None:
+    model.total += 1
+
+
+def rebind(model: Any) -> None:
+    model.total = model.total + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (add_in_place, "makes a tensor of shape (4,) for attribute 'total' of module"),
+        (rebind, "changes attribute 'begun' of module"),
+    ],
+)
+def test_a_total_beside_a_number_is_refused(change: Callable[[Any], None], what: str) -> None:
+    with pytest.raises(errors.CaptureError) as caught:
+        trained(lambda model, _held: beside_a_number(model, change), is_compiled=True)
+    assert what in str(caught.value)
+
+
+def test_a_first_call_that_differs_by_more_than_its_table_is_refused() -> None:
+    def keep(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+        factor = 1
+        if not hasattr(model, "begun"):
+            model.begun, model.table, factor = True, torch.arange(4.0), 2
+        return model.table * factor
+
+    with pytest.raises(errors.CaptureError, match="changes attribute 'begun' of module"):
+        trained(keep, is_compiled=True)
+
+
+def test_a_first_call_that_fails_leaves_no_table() -> None:
+    """It is as if it had not been made."""
+    model = Growing()
+
+    def step(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        loss = model(x)[index].sum()
+        loss.backward()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model)
+    with pytest.raises(IndexError):
+        train(torch.randn(4, 4), torch.tensor([7]))
+    assert (model.longest, model.built, model.mask) == (0, 0, None)
+    train(torch.randn(4, 4), torch.tensor([3]))
+    assert (model.longest, model.built) == (4, 1)

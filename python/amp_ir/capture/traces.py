@@ -59,8 +59,16 @@ class Traces:
             self._check_tables(effects, numbers, symbolic=symbolic, others=others)
         if not effects.left:
             return tracer, traced
+        if effects.tables.all:
+            found = self._with_tables(tracer, traced, numbers, symbolic=symbolic, others=others)
+            if found is not None:
+                return found
         with effects.again():
-            other, second = self._once(numbers, symbolic=symbolic, others=others)
+            try:
+                other, second = self._once(numbers, symbolic=symbolic, others=others)
+            except CaptureError as error:
+                # Without the tables that the step makes beside what it leaves, any may follow.
+                raise effects.state_error() if effects.tables.all else error from None
         if other.effects.left or not is_same_graph(traced, tracer.tape, second, other.tape):
             if effects.leave_modes():
                 return tracer, attrs.evolve(traced, stored=tuple(effects.stored))
@@ -72,7 +80,7 @@ class Traces:
 
     def _check_tables(self, effects: SideEffects, numbers: frozenset[str], **how: Any) -> None:
         """Check that the step leaves the tables alone that it made, once they are there."""
-        with self._kept_state(), effects.again(with_tables=True):
+        with self._kept_state(), effects.again(effects.tables.all):
             try:
                 other, _ = self._once(numbers, **how)
             except WritesOutsideError:
@@ -80,6 +88,29 @@ class Traces:
         if {one.key for one in other.effects.left} - {one.key for one in effects.left}:
             raise effects.tables.error()
         effects.tables.refuse_changed(other.effects.tables)
+
+    def _with_tables(
+        self, tracer: StepTracer, traced: Traced, numbers: frozenset[str], **how: Any
+    ) -> tuple[StepTracer, Traced] | None:
+        """Return the trace that finds in place all that the first one left, its tables too.
+
+        None where that is another step.
+        """
+        effects = tracer.effects
+        left = InitialValues.of([*effects.left, *effects.tables.all])
+        if left is None:
+            return None
+        with effects.again(effects.tables.all):
+            try:
+                other, second = self._once(numbers, **how)
+            except WritesOutsideError:
+                raise effects.tables.error() from None
+            except CaptureError:
+                return None
+        first = attrs.evolve(traced, graph=effects.tables.found_in_place(traced.graph))
+        if other.effects.left or not is_same_graph(first, tracer.tape, second, other.tape):
+            return None
+        return other, attrs.evolve(second, initial_values=left)
 
     def _once(self, numbers: frozenset[str], **how: Any) -> tuple[StepTracer, Traced]:
         mode = fake_tensor_mode(allow_non_fake_inputs=True)

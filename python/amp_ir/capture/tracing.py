@@ -64,6 +64,8 @@ from amp_ir.ir.location import Location
 from amp_ir.ir.step_module import Role
 
 _NUMBERS = (SymbolicFloat, LaterNumber)
+_KEEP_KIND = "Write to it in place (copy_) and keep its shape and dtype"
+_OF_LONGEST = "; make a table that grows with the batch before the first call, for the longest one"
 
 
 class StepTracer:
@@ -353,7 +355,7 @@ class StepTracer:
             if not fits:
                 self._refuse(
                     f"the step replaces {entry.name} by something of another kind",
-                    "Write to it in place (copy_) and keep its shape and dtype",
+                    _KEEP_KIND + (_OF_LONGEST if entry.role is Role.BUFFER else ""),
                 )
             now.setdefault(id(entry), value)
         now.update(self._replaced)

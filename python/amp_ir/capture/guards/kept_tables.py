@@ -3,6 +3,8 @@
 
 A compiled step computes them in each call. That is right where later calls only read them, as a
 trace shows that finds them in place: a total that begins with zeros is written to in each call.
+Beside a plain value (`if n > self.most: self.most, self.cos = n, ...`) they are left as that is,
+and the compiled step reads them.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from amp_ir.capture.constant_values import unguarded_value
+from amp_ir.capture.constant_values import nodes_behind, unguarded_value
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import Left, as_now, renewed
 from amp_ir.capture.guards.places import Contents, Place
@@ -32,13 +35,29 @@ _WHOLE = (torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, t
 
 
 class KeptTables:
-    """The tables of one trace, with their values."""
+    """The tables of one trace, with their values.
+
+    `found` are those that the step had looked for before it made them, and `stored` the others.
+    """
 
     def __init__(self) -> None:
         self.found: list[Left] = []
+        self.stored: list[Left] = []
+        self._nodes: dict[torch.fx.Node, torch.Tensor] = {}
+
+    @property
+    def all(self) -> list[Left]:
+        """Return all tables."""
+        return [*self.found, *self.stored]
 
     def add(
-        self, place: Place | Contents, now: Any, shared: Container[int], where: Location
+        self,
+        place: Place | Contents,
+        now: Any,
+        shared: Container[int],
+        where: Location,
+        *,
+        is_read: bool = True,
     ) -> None:
         """Add what is in a place now; call it inside the trace.
 
@@ -47,17 +66,17 @@ class KeptTables:
         value = as_now(now, shared)
         key: tuple[int, Any]
         if isinstance(place, Contents):
-            value = tuple(renewed(one, shared, _with_values) for one in value)
+            value = tuple(renewed(one, shared, self._with_values) for one in value)
             key = id(place.target), None
         else:
-            value = renewed(value, shared, _with_values)
+            value = renewed(value, shared, self._with_values)
             key = id(place.holder), place.key
         made = [one for one in _leaves(value) if isinstance(one, torch.Tensor)]
         if made and not any(isinstance(one, FakeTensor) for one in made):
             shape = tuple(made[-1].shape)
             what = f"makes a tensor of shape {shape} for {place.name()}, and changes it once it is"
             said = f"{what} there", where, _MAKE_BEFORE
-            self.found.append(Left(place, value, key, said))
+            (self.found if is_read else self.stored).append(Left(place, value, key, said))
 
     def refuse_changed(self, later: KeptTables) -> None:
         """Raise unless a trace that found these in place left them so.
@@ -73,21 +92,48 @@ class KeptTables:
     def error(self, changed: Sequence[Left] = ()) -> CaptureError:
         """Return the error about changed tables, or about all of these."""
         diagnostics = Diagnostics()
-        for one in changed or self.found:
+        for one in changed or self.all:
             diagnostics.add(*one.diagnostic)
         return diagnostics.error()
 
+    def found_in_place(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Return the graph that has the tables as constants; the one that makes them stays."""
+        graph = torch.fx.Graph()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in module.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        order = {node: at for at, node in enumerate(graph.nodes)}
+        behind = (nodes_behind(node, lambda _: True, most_nodes=len(order)) for node in self._nodes)
+        makers = {copies[one] for nodes in behind for one in nodes or ()}
+        for number, (node, value) in enumerate(self._nodes.items()):
+            readers = [one for one in copies[node].users if one not in makers]
+            if readers:
+                name = f"kept_table_{number}"
+                setattr(module, name, value)
+                with graph.inserting_before(min(readers, key=order.__getitem__)):
+                    constant = graph.get_attr(name)
+                for one in readers:
+                    one.replace_input_with(copies[node], constant)
+        for node in sorted(makers, key=order.__getitem__, reverse=True):
+            if not node.users:
+                graph.erase_node(node)
+        return torch.fx.GraphModule(module, graph)
 
-def _with_values(one: Any) -> Any:
-    """Return the value of a tensor; give an object that the step has made those of its own."""
-    if isinstance(one, FakeTensor):
-        value = unguarded_value(one, [], most_nodes=_MOST_OPS)
-        return one if value is None else value
-    if not isinstance(one, _WHOLE):
-        own = own_attributes(one) or {}
-        for key in [key for key, held in own.items() if isinstance(held, FakeTensor)]:
-            own[key] = _with_values(own[key])
-    return one
+    def _with_values(self, one: Any) -> Any:
+        """Return the value of a tensor; give an object that the step has made those of its own."""
+        if isinstance(one, FakeTensor):
+            value = unguarded_value(one, [], most_nodes=_MOST_OPS)
+            if value is None:
+                return one
+            mode = get_proxy_mode()
+            assert mode is not None
+            node = get_proxy_slot(one, mode.tracer).proxy.node
+            return self._nodes.setdefault(node, value)
+        if not isinstance(one, _WHOLE):
+            own = own_attributes(one) or {}
+            for key in [key for key, held in own.items() if isinstance(held, FakeTensor)]:
+                own[key] = self._with_values(own[key])
+        return one
 
 
 def _leaves(value: Any) -> Iterator[Any]:

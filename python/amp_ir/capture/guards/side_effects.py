@@ -161,8 +161,9 @@ class SideEffects:
                 diagnostics.add(*_kept_number(place.name(), self._line(place)))
             elif isinstance(now, Iterator) and held_by(now) is None:
                 diagnostics.add(*_kept_iterator(place.name(), now, self._line(place)))
-            if place.is_loaded and is_table:
-                self.tables.add(place, now, shared, _at(self._line(place)))
+            if is_table:
+                at, is_read = _at(self._line(place)), place.is_loaded
+                self.tables.add(place, now, shared, at, is_read=is_read)
         return reported
 
     def restore(self) -> None:
@@ -198,9 +199,9 @@ class SideEffects:
                 cache.cache_clear()
 
     @contextlib.contextmanager
-    def again(self, *, with_tables: bool = False) -> Iterator[None]:
+    def again(self, tables: Sequence[Left] = ()) -> Iterator[None]:
         """Hold in the user's objects, for the duration of the context, what the step left."""
-        put_left([*self.left, *self.tables.found] if with_tables else self.left)
+        put_left([*self.left, *tables])
         try:
             yield
         finally:
@@ -274,12 +275,12 @@ class SideEffects:
         self.left.clear()
         return True
 
-    def state_error(self, again: SideEffects) -> CaptureError:
+    def state_error(self, again: SideEffects | None = None) -> CaptureError:
         """Return the error about the state of a step that was traced `again` with what it left.
 
         What the second trace leaves as it is was initialized, unless nothing else changed.
         """
-        moving = {one.key for one in again.left}
+        moving = {one.key for one in again.left} if again is not None else set()
         diagnostics = Diagnostics()
         for one in self.left:
             if one.key in moving or not any(other.key in moving for other in self.left):
