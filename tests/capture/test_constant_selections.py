@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import amp_ir
-from amp_ir.errors import CaptureError
+from amp_ir.errors import CaptureError, StateError
 
 
 def contrastive_logits(features: torch.Tensor) -> torch.Tensor:
@@ -71,3 +74,66 @@ def test_a_mask_of_the_batch_still_decides_a_size() -> None:
     step = amp_ir.jit(lambda x: x[(x > 0) | torch.eye(3, dtype=torch.bool)][0], model=nn.ReLU())
     with pytest.raises(CaptureError, match=r"calls __getitem__ on what a mask selects, x\[mask\]"):
         step(torch.randn(3, 3))
+
+
+ADJACENCY = (torch.rand(6, 6, generator=torch.Generator().manual_seed(3)) < 0.4).float()
+TRAIN = torch.tensor([True, False, True, True, False, True])
+
+
+def of_masked_nodes(x: torch.Tensor) -> torch.Tensor:
+    """As the mask of a graph's nodes that are trained on."""
+    return x[TRAIN].square().mean()
+
+
+def of_edges(x: torch.Tensor) -> torch.Tensor:
+    source, target = ADJACENCY.nonzero().t()
+    return (x[source] * x[target]).mean()
+
+
+def of_places(x: torch.Tensor) -> torch.Tensor:
+    return x[torch.where(TRAIN)[0]].sum() + x[torch.nonzero(ADJACENCY[0])[:, 0]].mean()
+
+
+@pytest.mark.parametrize("loss_of", [of_masked_nodes, of_edges, of_places])
+def test_selections_by_tensors_from_outside_are_guards(
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def training() -> tuple[Callable[[torch.Tensor], float], nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> float:
+            loss = loss_of(model(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        return step, model, optimizer
+
+    step, ours, optimizer = training()
+    eager, theirs, _ = training()
+    train = amp_ir.jit(step, model=ours, optimizer=optimizer)
+    for k in range(4):
+        if k == 2:  # another number of edges and nodes
+            ADJACENCY[0] = 1 - ADJACENCY[0]
+            TRAIN[1] = not TRAIN[1]
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(k))
+        # Sums of some 20 numbers in float32, in another order.
+        torch.testing.assert_close(train(x), eager(x), rtol=1e-5, atol=1e-6)
+        pairs = [*ours.parameters()], [*theirs.parameters()]
+        torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-6)
+    assert len(train.recompiles) == 1
+
+
+def test_a_sparse_tensor_from_outside_is_refused_by_its_name() -> None:
+    adjacency = ADJACENCY.to_sparse()
+    step = amp_ir.jit(lambda x: adjacency @ x, model=nn.ReLU())
+    told = (
+        "closure variable 'adjacency' of <lambda> (test_constant_selections.py) is sparse "
+        "(torch.sparse_coo); only dense tensors can be captured, use .to_dense()"
+    )
+    with pytest.raises(StateError) as refused:
+        step(torch.randn(6, 2))
+    assert re.sub(r"\.py:\d+", ".py", str(refused.value)) == told

@@ -331,3 +331,56 @@ def test_a_learning_rate_as_a_constant_of_an_op_is_refused_and_works_as_an_argum
         with torch.no_grad():
             for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
                 parameter -= 0.1 * gradient
+
+
+def every_third(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    loss = F.cross_entropy(z, y)
+    return loss + z.square().mean() if count % 3 == 0 else loss
+
+
+def accumulated(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    is_last = (count + 1) % 4 == 0 or count + 1 == 10
+    return F.cross_entropy(z, y) * (2.0 if is_last else 1.0)
+
+
+def not_every_second(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    return F.cross_entropy(z, y) if -count % 2 else z.square().mean()
+
+
+def in_rounds(z: torch.Tensor, y: torch.Tensor, count: int) -> torch.Tensor:
+    return F.cross_entropy(z, y) * (count % 5) + z.abs().mean() * (-count % -3)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "programs"),
+    # Two compiles of numbers, and one for each way that the branches go from the third call on.
+    [(every_third, 4), (accumulated, 5), (not_every_second, 4), (in_rounds, 3)],
+)
+def test_a_remainder_is_followed(loss_of: Loss, programs: int) -> None:
+    pair = Pair.of(loss_of)
+    for count in range(14):
+        pair.call(count, seed=count)
+    assert len(pair.reasons) + 1 <= programs
+    assert FOLLOWED in pair.train.notes
+    # Far away, and back: nothing is compiled.
+    before = len(pair.reasons)
+    for count in (10**6 + 2, 2**40 + 1, 3):
+        pair.call(count)
+    assert len(pair.reasons) == before
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda z, y, count: F.cross_entropy(z, y) * (count % 2.5),
+        lambda z, y, count: F.cross_entropy(z[:, count % 3 :], y * 0),
+        lambda z, y, count: F.cross_entropy(z, y) * (7 % (count + 1)),
+    ],
+    ids=["of floats", "a size", "by a number that changes"],
+)
+def test_other_remainders_stay_guards(loss_of: Loss) -> None:
+    pair = Pair.of(loss_of)
+    for count in range(5):
+        pair.call(count, seed=count)
+    assert pair.reasons == reasons(*range(5))
+    assert GUARDED in pair.train.notes

@@ -221,15 +221,6 @@ TABLE: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         "optimizer anew",
     ),
     (
-        "optimizer of a bare tensor",
-        lambda: wrong(optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)),
-        "1 of the 1 parameters of optimizer 0 (SGD) are in no model; pass every module that it "
-        "trains in model=[...], for a parameter in no module torch.nn.ParameterList([p]), or, "
-        "where parameters were replaced (load_state_dict(assign=True), a new layer), make the "
-        "optimizer anew. Make a plain tensor p = torch.nn.Parameter(p) before the optimizer is "
-        "made, and pass model=[model, torch.nn.ParameterList([p])]",
-    ),
-    (
         "optimizer with a parameter twice",
         parameter_twice,
         "optimizer 0 (SGD) holds 1 of its parameters twice, which PyTorch warns of; make it anew "

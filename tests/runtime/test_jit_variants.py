@@ -398,8 +398,8 @@ def test_a_step_that_is_compiled_on_and_on_says_so_once(
         f"a jitted step {name} was compiled 2 times more for arguments of the same shapes and "
         "dtypes, 2 times for one reason (the last time: argument 2 was 3 and is 4). Compiling took "
         f"{seconds} s so far and goes on where it changes again: results stay right, and 2 "
-        "programs are kept. Leave it as it is between steps; where it decides what runs (if i % 4 "
-        "== 0), pass what is decided instead, a bool; where it is computed with, make it a tensor "
+        "programs are kept. Leave it as it is between steps; where it decides what runs (if i in "
+        "steps), pass what is decided instead, a bool; where it is computed with, make it a tensor "
         "that is an argument or a buffer of the model; where all its values come back, pass "
         "recompile_limit= of at least their number. Said once; train.recompiles lists every time"
     )

@@ -19,6 +19,7 @@ from amp_ir.capture.call_arguments import signature_of, split
 from amp_ir.capture.containers import flatten_with_path, leaves_of
 from amp_ir.capture.distribution import wrapper_error
 from amp_ir.errors import ArgumentError
+from amp_ir.ir.bare_tensors import BareTensors, with_bare_tensors
 from amp_ir.ir.memory_overlap import memory_range
 from amp_ir.ir.unusable_tensors import tensor_error
 
@@ -53,6 +54,22 @@ def check_arguments(
     return _check(wrong, model, optimizer, scaler, example_batch)
 
 
+def refuse_bare_tensors(models: Sequence[torch.nn.Module]) -> None:
+    """Refuse tensors in no module where ranks exchange the gradients of modules.
+
+    Raises:
+        ArgumentError: there are some.
+    """
+    bare = [p for one in models if isinstance(one, BareTensors) for p in one.parameters()]
+    if bare:
+        raise ArgumentError(
+            f"{len(bare)} of the parameters of the optimizers are tensors in no model, whose "
+            "gradients the ranks would not exchange. Make each a parameter, p = "
+            "torch.nn.Parameter(p), before its optimizer is made, and pass "
+            "model=[model, torch.nn.ParameterList([p])]"
+        )
+
+
 def check_training(step: object, model: object, optimizer: object, scaler: object) -> None:
     """Refuse what cannot be captured whatever the batch is.
 
@@ -74,6 +91,7 @@ def _check(
         model_errors = ["model= is an empty list; pass the torch.nn.Module that the step trains"]
     wrong += model_errors
     if not model_errors:
+        models = with_bare_tensors(models, optimizers)
         wrong += _tensor_errors(models, batch)
         wrong += _optimizer_errors(models, optimizers)
         wrong += _state_errors(models, optimizers)
@@ -259,14 +277,11 @@ def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [parameter for parameter in parameters if id(parameter) not in known]
         if foreign:
-            # A tensor with requires_grad=True of the user's own; a ParameterList takes no other.
-            is_bare = not all(isinstance(one, torch.nn.Parameter) for one in foreign)
             yield (
                 f"{len(foreign)} of the {len(parameters)} parameters of optimizer {index} ({kind}) "
                 "are in no model; pass every module that it trains in model=[...], for a parameter "
                 "in no module torch.nn.ParameterList([p]), or, where parameters were replaced "
                 "(load_state_dict(assign=True), a new layer), make the optimizer anew"
-                f"{_HOW_TO_OWN if is_bare else ''}"
             )
         # A few kinds would update it twice with one state, others once.
         twice = len(parameters) - len({id(one) for one in parameters})
@@ -275,12 +290,6 @@ def _optimizer_errors(models: list[torch.nn.Module], optimizers: list[object]) -
                 f"optimizer {index} ({kind}) holds {twice} of its parameters twice, which PyTorch "
                 "warns of; make it anew with each once, as of dict.fromkeys(parameters)"
             )
-
-
-_HOW_TO_OWN = (
-    ". Make a plain tensor p = torch.nn.Parameter(p) before the optimizer is made, and pass "
-    "model=[model, torch.nn.ParameterList([p])]"
-)
 
 
 def _state_errors(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[str]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops whose shapes their data decides, of data that depends on no input of the step.
 
+Tensors from outside of the step count, and are guards then.
+
 `sim[~torch.eye(n, dtype=torch.bool)]` selects as many elements at every call. What such an op
 returns becomes a constant of the step; a mask becomes the positions that it selects.
 """
@@ -14,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_ir.capture.constant_values import constant_value
+from amp_ir.capture.constant_values import constant_value, outside_value
 
 aten = torch.ops.aten
 # The second argument is a mask, or a list of indices, some of which are masks.
@@ -62,6 +64,6 @@ def _positions(indices: Any) -> list[torch.Tensor | None] | None:
 
 def _value(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, FakeTensor):
-        return None
+        return outside_value(tensor)
     constant: torch.Tensor | None = tensor.constant
     return constant_value(tensor) if constant is None else constant

@@ -60,6 +60,14 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
+def outside_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the value of a tensor from outside of the step itself, and note it as above."""
+    note = _note.get()
+    if note is None or tensor.numel() > _MOST_ELEMENTS or not note(tensor):
+        return None
+    return tensor
+
+
 def unguarded_value(
     tensor: torch.Tensor, outside: list[torch.Tensor], *, most_nodes: int = _MOST_NODES
 ) -> torch.Tensor | None:

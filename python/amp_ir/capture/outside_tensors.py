@@ -70,6 +70,8 @@ def lift_outside_tensors(
     after_state = next(node for node in graph.nodes if node not in set(placeholders[: len(known)]))
     diagnostics, added = Diagnostics(), []
     for tensor, nodes in users:
+        if tensor.layout is not torch.strided:
+            raise StateError(f"{_name_of(tensor, names)} {tensor_error(tensor)}")
         node = own.get(geometry(tensor))
         if node is None:
             sharing = memory.get(storage_address(tensor))
@@ -114,12 +116,12 @@ def _add_input(
     state: State,
     mode: FakeTensorMode,
 ) -> torch.fx.Node:
-    _, name_of = names.get(id(tensor), (tensor, lambda: "a tensor outside of the model"))
     taken = {entry.name for entry in state.tensors}
-    name, count = name_of(), 1
+    own = _name_of(tensor, names)
+    name, count = own, 1
     while name in taken:
         count += 1
-        name = f"{name_of()} ({count})"
+        name = f"{own} ({count})"
     is_paired = tensor.is_complex() and not tensor.is_conj()
     real = torch.view_as_real(tensor.detach()) if is_paired else tensor
     error = tensor_error(real)
@@ -132,6 +134,11 @@ def _add_input(
         node = graph.placeholder(f"outside_{len(state.outside)}")
     node.meta.update({"val": entry.fake, META_KEY: Location()})
     return node
+
+
+def _name_of(tensor: torch.Tensor, names: Names) -> str:
+    _, name_of = names.get(id(tensor), (tensor, lambda: "a tensor outside of the model"))
+    return name_of()
 
 
 def _as_complex(graph: torch.fx.Graph, tensor: torch.Tensor, node: torch.fx.Node) -> torch.fx.Node:

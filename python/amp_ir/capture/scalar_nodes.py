@@ -28,6 +28,7 @@ _BINARY_OPS = {
     "mul": aten.mul.Tensor,
     "div": aten.div.Tensor,
     "pow": aten.pow.Tensor_Tensor,
+    "mod": aten.remainder.Tensor,
 }
 
 

@@ -13,7 +13,7 @@ import contextlib
 import math
 import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -31,8 +31,9 @@ BINARY: Mapping[str, Callable[[float, float], float]] = {
     "mul": operator.mul,
     "div": operator.truediv,
     "pow": operator.pow,
+    "mod": operator.mod,  # of an integer by a constant one
 }
-_INTEGER_OPS = ("neg", "abs", "add", "sub", "mul", "pow")
+_INTEGER_OPS = ("neg", "abs", "add", "sub", "mul", "pow", "mod")
 _EXACT = 2**53  # float64 holds every integer up to here
 _SMALL = 2**32
 COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -67,6 +68,11 @@ class Guard:
     right: Expression
     outcome: bool
 
+    @property
+    def depends_on_tensor(self) -> bool:
+        """Whether a side reads a tensor of the step."""
+        return depends_on_tensor(self.left) or depends_on_tensor(self.right)
+
     def holds(self, inputs: list[float]) -> bool:
         """Return whether the comparison has the same result for these hyper-parameters."""
         left, right = evaluate(self.left, inputs), evaluate(self.right, inputs)
@@ -79,6 +85,15 @@ def inputs_of(expression: Expression) -> frozenset[int]:
         return frozenset(expression.args)
     inner = (one for one in expression.args if isinstance(one, Expression))
     return frozenset().union(*map(inputs_of, inner))
+
+
+def divisors_of(*expressions: Expression) -> Iterator[int]:
+    """Return the constants by which integers are divided for a remainder."""
+    for one in expressions:
+        inner = [part for part in one.args if isinstance(part, Expression)]
+        if one.op == "mod":
+            yield int(inner[1].args[0])
+        yield from divisors_of(*inner)
 
 
 def depends_on_tensor(expression: Expression) -> bool:
@@ -248,7 +263,7 @@ def _stays_exact(op: str, operands: tuple[float, ...]) -> bool:
     Inputs are at most half of what float64 holds, so a million small constants can be added to one.
     """
     small = [not isinstance(one, SymbolicFloat) and abs(one) <= _SMALL for one in operands]
-    return op in ("neg", "abs") or (op in ("add", "sub") and any(small))
+    return op in ("neg", "abs", "mod") or (op in ("add", "sub") and any(small))
 
 
 def plain(value: float) -> float:
@@ -282,6 +297,21 @@ def _binary(op: str, *, swapped: bool = False) -> Callable[..., Any]:
     return method
 
 
+def _modulo(self: SymbolicFloat, other: object) -> Any:
+    """Follow the remainder of an integer by a constant one.
+
+    Of other floats it jumps where float64 and the op at each call may round to either side.
+    """
+    if not isinstance(other, (float, int)):
+        return NotImplemented
+    if isinstance(other, SymbolicFloat) or not (self.is_integer_valued and isinstance(other, int)):
+        self.tape.reject_function("__mod__")
+        return plain(self) % plain(other)
+    if other == 0:
+        raise ZeroDivisionError("integer modulo by zero")
+    return self.tape.derive("mod", self, other)
+
+
 def _comparison(op: str) -> Callable[..., Any]:
     def method(self: SymbolicFloat, other: object) -> Any:
         if not isinstance(other, (float, int)):
@@ -308,7 +338,7 @@ class SymbolicFloat(float):
     __lt__, __le__ = _comparison("lt"), _comparison("le")
     __gt__, __ge__ = _comparison("gt"), _comparison("ge")
     __floordiv__, __rfloordiv__ = _rejected(float.__floordiv__), _rejected(float.__rfloordiv__)
-    __mod__, __rmod__ = _rejected(float.__mod__), _rejected(float.__rmod__)
+    __mod__, __rmod__ = _modulo, _rejected(float.__rmod__)
     __divmod__, __rdivmod__ = _rejected(float.__divmod__), _rejected(float.__rdivmod__)
     __round__, __trunc__ = _rejected(round), _rejected(math.trunc)
     __floor__, __ceil__ = _rejected(math.floor), _rejected(math.ceil)

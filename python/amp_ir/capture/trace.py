@@ -17,7 +17,12 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.capture.arguments import Checked, check_arguments, check_training
+from amp_ir.capture.arguments import (
+    Checked,
+    check_arguments,
+    check_training,
+    refuse_bare_tensors,
+)
 from amp_ir.capture.batch import Arguments
 from amp_ir.capture.call_arguments import bound
 from amp_ir.capture.cell_loops.find_cell_loops import find_cell_loops
@@ -94,6 +99,8 @@ def capture_step(
         CaptureError: the step does what a compiled step cannot do; the message lists every place.
     """
     checked = check_arguments(step, example_batch, model, optimizer, scaler)
+    if ranks is not None:
+        refuse_bare_tensors(checked.models)
     unmade: list[torch.optim.Optimizer] = []
     written: list[tuple[torch.Tensor, str]] = []
     while True:

@@ -18,7 +18,11 @@ from amp_ir.capture.guards.followed_hypers import (
     computes_with_hypers,
     other_values,
 )
-from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
+from amp_ir.capture.guards.followed_numbers import (
+    distance_to_others,
+    is_followed,
+    is_same_graph,
+)
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.guards.side_effects import SideEffects
@@ -43,9 +47,9 @@ class Traces:
     ranks: Ranks | None = None
 
     def run(
-        self, numbers: frozenset[str], *, symbolic: bool = True, others: bool = False
+        self, numbers: frozenset[str], *, symbolic: bool = True, others: int = 0
     ) -> tuple[StepTracer, Traced]:
-        """Return a valid trace; the numbers are symbolic or plain, of their values or of `others`.
+        """Return a valid trace; the numbers are symbolic or plain, or `others`, so far away.
 
         A step that leaves values in its first call is traced as it is called then, and as later;
         its guards hold once the values have been left.
@@ -196,22 +200,25 @@ class Traces:
             first = self.run(numbers)
             if first[0].effects.leaves_followed:
                 return False  # a compiled step leaves the value that a capture saw
-            plain = self.run(numbers, symbolic=False, others=True)
-            if not self._is_same(first, plain):
+            others = distance_to_others(first[0].tape, first[0].numbers.found)
+            plain = self.run(numbers, symbolic=False, others=others)
+            if not self._is_same(first, plain, others):
                 return False
-            second = self.run(numbers, others=True)
-            return self._is_same(self._functional(*first), self._functional(*second))
+            second = self.run(numbers, others=others)
+            return self._is_same(self._functional(*first), self._functional(*second), others)
         except CaptureError:
             return False  # if the numbers are not the cause, the capture reports the error
 
     @staticmethod
-    def _is_same(symbolic: tuple[StepTracer, Traced], other: tuple[StepTracer, Traced]) -> bool:
+    def _is_same(
+        symbolic: tuple[StepTracer, Traced], other: tuple[StepTracer, Traced], others: int
+    ) -> bool:
         """Return whether the trace of symbols equals the other one with their values inserted."""
         (one, traced), (two, second) = symbolic, other
         found = one.numbers.found
         if [number.name for number in found] != [number.name for number in two.numbers.found]:
             return False
-        return is_followed(traced, one.tape, found, second, two.tape)
+        return is_followed(traced, one.tape, found, second, two.tape, others)
 
     def _functional(self, tracer: StepTracer, traced: Traced) -> tuple[StepTracer, Traced]:
         """Return the trace with its functional graph; the state is as before."""

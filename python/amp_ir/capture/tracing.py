@@ -81,7 +81,7 @@ class StepTracer:
         numbers: frozenset[str] = frozenset(),
         *,
         symbolic: bool = True,
-        others: bool = False,
+        others: int = 0,
         other_hypers: OtherHypers | None = None,
         ranks: Ranks | None = None,
     ) -> None:

@@ -284,7 +284,7 @@ class StepVariants(Generic[S]):
             f"the same shapes and dtypes, {count} times for one reason (the last time: {last}). "
             f"Compiling took {seconds:.1f} s so far and goes on where it changes again: results "
             f"stay right, and {self._limit} programs are kept. Leave it as it is between steps; "
-            "where it decides what runs (if i % 4 == 0), pass what is decided instead, a bool; "
+            "where it decides what runs (if i in steps), pass what is decided instead, a bool; "
             "where it is computed with, make it a tensor that is an argument or a buffer of the "
             "model; where all its values come back, pass recompile_limit= of at least their "
             f"number. Said once; {users.recompiles} lists every time"

@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 import torch
 
+from amp_ir.ir.bare_tensors import with_bare_tensors
+
 
 @attrs.frozen(eq=False)
 class Owners:
@@ -22,7 +24,8 @@ class Owners:
     @classmethod
     def of(cls, model: Any, optimizer: Any) -> Owners:
         """Take them as `trace_step` does: one, a list, or None."""
-        return cls(_listed(model), _listed(optimizer))
+        optimizers = _listed(optimizer)
+        return cls(tuple(with_bare_tensors(_listed(model), optimizers)), optimizers)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters under the names that a capture gives them."""

@@ -18,7 +18,14 @@ import torch
 
 from amp_ir.capture.batch import Arguments, can_follow
 from amp_ir.capture.guards.places import Place, in_words, is_number
-from amp_ir.capture.symbolic_float import BINARY, UNARY, Expression, FloatTape, inputs_of
+from amp_ir.capture.symbolic_float import (
+    BINARY,
+    UNARY,
+    Expression,
+    FloatTape,
+    divisors_of,
+    inputs_of,
+)
 from amp_ir.capture.traced import Traced
 from amp_ir.errors import StateError
 
@@ -50,12 +57,11 @@ class FollowedNumber:
 class Numbers:
     """The numbers that one trace replaces: by symbols, by other values, or both.
 
-    `put` are the replacing objects, by id.
+    Other values are `others` away, those of floats; 0 leaves all as they are. `put` are the
+    replacing objects, by id.
     """
 
-    def __init__(
-        self, wanted: frozenset[str], tape: FloatTape | None, *, others: bool = False
-    ) -> None:
+    def __init__(self, wanted: frozenset[str], tape: FloatTape | None, *, others: int = 0) -> None:
         self._wanted = wanted
         self._others = others
         self._tape = tape
@@ -75,7 +81,7 @@ class Numbers:
         if name not in self._wanted or any(one.name == name for one in self.found):
             return place.before
         self.found.append(FollowedNumber(name, place))
-        value = another(place.before) if self._others else place.before
+        value = another(place.before, self._others) if self._others else place.before
         return value if self._tape is None else self._tape.add_input(value)
 
     def arguments(self, arguments: Arguments) -> list[Any]:
@@ -90,9 +96,31 @@ class Numbers:
         ]
 
 
-def another(value: float) -> float:
-    """Return a number that differs from `value`, with its type and sign."""
-    return value + 1 if isinstance(value, int) else value * 1.25 + math.copysign(0.125, value)
+def another(value: float, distance: int) -> float:
+    """Return a number that differs from `value`, with its type and sign: an integer by so much."""
+    if isinstance(value, int):
+        return value + distance
+    return value * 1.25 + math.copysign(0.125, value)
+
+
+def distance_to_others(tape: FloatTape, numbers: list[FollowedNumber]) -> int:
+    """Return how far integers may be moved so that the step's comparisons come out as they did.
+
+    Those of `step % 10` do at a multiple of 10. Where none is found, it is 1.
+    """
+    divisors = [one for guard in tape.guards for one in divisors_of(guard.left, guard.right)]
+    period = math.lcm(*divisors) if divisors else 1
+    for distance in (1, period, -period):
+        inputs = _moved(tape, numbers, distance)
+        if all(one.holds(inputs) for one in tape.guards if not one.depends_on_tensor):
+            return distance
+    return 1
+
+
+def _moved(tape: FloatTape, numbers: list[FollowedNumber], distance: int) -> list[float]:
+    """Return the inputs of a trace, of which the last ones are the numbers, with other values."""
+    others = [float(another(number.place.before, distance)) for number in numbers]
+    return [*tape.inputs[: len(tape.inputs) - len(numbers)], *others]
 
 
 def is_followed(
@@ -101,14 +129,16 @@ def is_followed(
     numbers: list[FollowedNumber],
     other: Traced,
     plain: FloatTape,
+    distance: int,
 ) -> bool:
-    """Return whether a graph with symbols equals the `other` graph with their values inserted."""
-    inputs = [*tape.inputs]
-    positions = range(len(inputs) - len(numbers), len(inputs))
+    """Return whether a graph with symbols equals the `other` graph with their values inserted.
+
+    `distance` is how far those are moved.
+    """
+    positions = range(len(tape.inputs) - len(numbers), len(tape.inputs))
     if any(not inputs_of(one).isdisjoint(positions) for one in tape.shown):
         return False
-    for number, index in zip(numbers, positions, strict=True):
-        inputs[index] = float(another(number.place.before))
+    inputs = _moved(tape, numbers, distance)
     return first_difference(symbolic, tape, inputs, other, plain) is None
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
+from amp_ir.capture.guards.places import Place
+
 
 @attrs.frozen(eq=False)
 class ModuleModes:
@@ -44,6 +46,8 @@ class KnownModes:
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[torch.nn.Module, bool]] = {}
+        # By the ids of the modules and of the dictionaries of their attributes.
+        self._modules: dict[int, torch.nn.Module] = {}
 
     def add(self, module: torch.nn.Module) -> None:
         """Record a module and its submodules, unless it is known."""
@@ -51,6 +55,12 @@ class KnownModes:
             return
         for one in module.modules():
             self._before.setdefault(id(one), (one, one.training))
+            self._modules.update({id(one): one, id(vars(one)): one})
+
+    def before(self, place: Place) -> bool | None:
+        """Return the mode that a place holds before the step; None where it holds none."""
+        module = self._modules.get(id(place.holder)) if place.key == "training" else None
+        return None if module is None else self._before[id(module)][1]
 
     def changed(self, is_made: Callable[[torch.nn.Module], bool]) -> ModuleModes | None:
         """Return those of another mode now, which the step has not made; None where none is."""

@@ -434,6 +434,8 @@ class ObservedObjects:
             place.before = original_of(value := place.now())
             if isinstance(value, FakeTensor):
                 return value
+            if (mode := self.modes.before(place)) is not None:
+                place.before = mode  # PyTorch's train() and eval() set it unseen
             self.places[at] = place
             other = self.stand_ins.of(value)
             if other is not value:

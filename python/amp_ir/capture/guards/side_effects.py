@@ -140,7 +140,7 @@ class SideEffects:
         for place in self.observer.objects.places.values():
             now = place.now()
             self.leaves_followed |= self._is_followed_elsewhere(place, now)
-            if now is place.before or id(now) in self.put or is_same(now, place.before):
+            if self._is_unchanged(place, now):
                 # The step stores what was there already, or stores in another branch: the graph
                 # is valid for this value only.
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
@@ -206,6 +206,12 @@ class SideEffects:
             yield
         finally:
             self.restore()
+
+    def _is_unchanged(self, place: Place, now: Any) -> bool:
+        """Return whether a place holds what it held, or a mode, which `_report_modes` looks at."""
+        is_mode = self.observer.objects.modes.before(place) is not None
+        is_put = now is place.before or id(now) in self.put
+        return is_mode or is_put or is_same(now, place.before)
 
     def _is_followed_elsewhere(self, place: Place, now: Any) -> bool:
         """Return whether the step left a number that is an input in another place than its own."""
