@@ -20,6 +20,11 @@ from pytorch_as_it_was import pytorch_state
 # Tests test compilations, also those in processes that they start; not what earlier ones left.
 os.environ["AMP_IR_CACHE"] = "off"
 
+# A million objects of modules stay, and Python would visit all of them after some compilations, and
+# new ones after every 700: an eighth of the seconds of compiling tests. What is garbage by then is
+# small; tests that watch memory collect it themselves, or have a process of their own.
+gc.set_threshold(20_000, 10, 10)
+
 # Examples build and run kernels, whose first call is slow; and a run must be repeatable.
 settings.register_profile("amp_ir", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("amp_ir")

@@ -137,13 +137,14 @@ def test_a_name_that_there_is_not_is_an_ordinary_error():
         from amp_ir import jitt  # noqa: F401
 
 
-def test_a_step_may_be_the_first_to_use_the_names():
-    pickled = pickle.dumps((amp_ir.StepRecord, amp_ir.Override(op="x", to="float32")))
-    code = f"""
+# Programs that import amp_ir first, each in a fork of one process with PyTorch and TVM imported,
+# which take longest, and without amp_ir.
+PICKLED = pickle.dumps((amp_ir.StepRecord, amp_ir.Override(op="x", to="float32")))
+FIRST_STEP = f"""
 import pickle
 import amp_ir
 assert amp_ir.host.logs.TOPICS and amp_ir.pipeline.lower
-assert pickle.loads({pickled!r})[1].op == "x"
+assert pickle.loads({PICKLED!r})[1].op == "x"
 from amp_ir.jit_function import jit
 import torch
 model = torch.nn.Linear(4, 4)
@@ -160,54 +161,7 @@ train = jit(step, model=model, optimizer=optimizer)
 first, second = train(torch.ones(2, 4)), train(torch.ones(2, 4))
 assert second < first and not train.recompiles[1:], train.recompiles
 """
-    run(code)
-
-
-USES = (
-    "amp_ir.jit",
-    "amp_ir.load",
-    "amp_ir.compat",
-    "from amp_ir.compat import apex, mxnet, r_torch, raf",
-    "dir(amp_ir)",
-    "help(amp_ir.save)",
-)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
-def test_the_first_use_of_a_name_draws_nothing_of_the_users_random_numbers():
-    """Rich draws from Python's `random` while it is imported.
-
-    Each use is the first one of a fork, so that what takes long is imported once.
-    """
-    code = f"""
-import os, random, sys
-import torch, tvm
-assert not {{"rich", "amp_ir"}} & sys.modules.keys()
-for use in {USES}:
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            import amp_ir
-            random.seed(0)
-            before = random.getstate()
-            exec(use)
-            status = 2 * (random.getstate() != before)
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print("status", use, status, file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = [line for line in done.stderr.splitlines() if line.startswith("status ")]
-    assert found == [f"status {use} 0" for use in USES], done.stderr
-
-
-def test_a_terminal_draws_nothing_of_the_users_random_numbers():
-    """The line that it shows while a compilation takes long is Rich's."""
-    code = """
+TERMINAL = """
 import io, random, sys
 import amp_ir.jit_step
 from amp_ir.report import live_stage
@@ -216,11 +170,77 @@ class Terminal(io.StringIO):
     def isatty(self):
         return True
 
-sys.stderr = Terminal()
+errors, sys.stderr = sys.stderr, Terminal()
 random.seed(0)
 before = random.getstate()
 with live_stage.live_stage("step"):
     assert "rich.console" in sys.modules
     assert random.getstate() == before
+sys.stderr = errors
 """
-    run(code)
+USES = (
+    "amp_ir.jit",
+    "amp_ir.load",
+    "amp_ir.compat",
+    "from amp_ir.compat import apex, mxnet, r_torch, raf",
+    "dir(amp_ir)",
+    "help(amp_ir.save)",
+)
+DRAWS_NOTHING = """
+import random
+import amp_ir
+random.seed(0)
+before = random.getstate()
+{use}
+assert random.getstate() == before
+"""
+PROGRAMS = {
+    "step": FIRST_STEP,
+    "terminal": TERMINAL,
+    **{use: DRAWS_NOTHING.format(use=use) for use in USES},
+}
+IN_FORKS = f"""
+import os, sys, traceback
+import torch, tvm
+assert not {{"rich", "amp_ir"}} & sys.modules.keys()
+for name, program in {PROGRAMS!r}.items():
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            exec(program, {{"__name__": "__main__"}})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print("status", status, name, file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def in_forks() -> str:
+    """What the programs wrote to stderr, each followed by its status."""
+    if not hasattr(os, "fork"):
+        pytest.skip("processes cannot be forked here")
+    done = subprocess.run([sys.executable, "-c", IN_FORKS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_step_may_be_the_first_to_use_the_names(in_forks: str):
+    assert "status 0 step\n" in in_forks, in_forks
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_first_use_of_a_name_draws_nothing_of_the_users_random_numbers(use: str, in_forks: str):
+    """Rich draws from Python's `random` while it is imported."""
+    assert f"status 0 {use}\n" in in_forks, in_forks
+
+
+def test_a_terminal_draws_nothing_of_the_users_random_numbers(in_forks: str):
+    """The line that it shows while a compilation takes long is Rich's."""
+    assert "status 0 terminal\n" in in_forks, in_forks

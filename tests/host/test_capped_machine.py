@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
+
+from prepared_process import run_code
 
 TRAIN = """
 import torch, amp_ir
@@ -30,12 +30,7 @@ print(cpu().arch, native.has("amp_ir.onednn.matmul"), native.has("amp_ir.torch.m
 
 
 def run(**variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", TRAIN],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
-    )
+    return run_code(TRAIN, variables)
 
 
 def test_kernels_are_compiled_for_the_cpu_that_is_named() -> None:

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from amp_ir.host.full_float32 import full_float32
+from prepared_process import run_code
 
 MATMUL, CONV = torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv
 
@@ -120,10 +118,7 @@ print(float(abs(value - expected) / expected), torch.get_float32_matmul_precisio
 def test_a_step_by_pytorchs_kernels_does_not_round_to_bfloat16() -> None:
     """On a CPU with bfloat16 it is 7e-6 to 1e-4 off where it follows "medium"."""
     program = "from copy import deepcopy as copy\n" + STEP + LOOP
-    environment = {**os.environ, "AMP_IR_DISABLE": "onednn"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
-    )
+    done = run_code(program, {"AMP_IR_DISABLE": "onednn"})
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 2

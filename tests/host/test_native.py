@@ -17,6 +17,7 @@ from tvm_ffi.libinfo import find_libtvm_ffi
 
 from amp_ir.errors import BuildError
 from amp_ir.host import native
+from prepared_process import run_code
 
 LAMBDA = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -188,5 +189,5 @@ def test_a_cpu_without_low_arithmetic_computes_in_float32():
         pytest.skip("onednn is not in this build")
     if "avx512" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("this CPU cannot be told to be a lesser one")
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", LOW_ISA_PROGRAM], env=environment, check=True)
+    done = run_code(LOW_ISA_PROGRAM, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, folders=sys.path)
+    assert done.returncode == 0, done.stderr

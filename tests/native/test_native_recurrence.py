@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from amp_ir.host import native
+from prepared_process import run_code
 from recurrence_calls import DTYPES, KINDS, check_all
 from recurrence_reference import (
     PREFIX,
@@ -67,17 +65,20 @@ def test_lesser_cpus(isa):
     """Without arithmetic in the dtype, operands are widened; loops have narrower vectors."""
     if "avx512" not in native.function("amp_ir.onednn.isa")():
         pytest.skip("this CPU cannot be told to be a lesser one")
-    program = """
+    program = f"""
 import torch
+from amp_ir.host import native
 from recurrence_calls import DTYPES, KINDS, check_all
 for kind in KINDS:
     for dtype in DTYPES:
         torch.manual_seed(0)
         check_all(kind, (4, 20, 70), dtype, is_reverse=True)
+found = native.function("amp_ir.onednn.isa")()
+assert found == {isa.lower()!r}, found
 """
-    path = ":".join([str(Path(__file__).parents[1] / "support"), *sys.path])
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    support = str(Path(__file__).parents[1] / "support")
+    done = run_code(program, {"ONEDNN_MAX_CPU_ISA": isa}, folders=[support])
+    assert done.returncode == 0, done.stderr
 
 
 def activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

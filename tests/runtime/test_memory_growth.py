@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from prepared_process import run_code
 
 MEASURE = """
 import ctypes, gc
@@ -99,7 +100,7 @@ for dtype in (None, "bfloat16"):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 def test_steps_and_dropped_programs_give_their_memory_back() -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True)
+    done = run_code(MEASURE)
     assert done.returncode == 0, done.stderr
     of_steps, of_programs = map(int, done.stdout.split())
     # The least of some windows: the allocator takes pages at any time, a leak every time. 1000
@@ -111,7 +112,7 @@ def test_steps_and_dropped_programs_give_their_memory_back() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc how much is in use")
 def test_kernels_free_what_they_allocate() -> None:
-    done = subprocess.run([sys.executable, "-c", OF_KERNELS], capture_output=True, text=True)
+    done = run_code(OF_KERNELS)
     assert done.returncode == 0, done.stderr
     # The least of some steps: Python takes memory at any time, a leak of sums every time.
     assert all(int(one) < 16 << 10 for one in done.stdout.split()), done.stdout

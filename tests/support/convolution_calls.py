@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+
+from prepared_process import run_code
 
 DTYPES = [
     (torch.float32, torch.float32),
@@ -106,9 +106,6 @@ def run_with_isa(isa: str, test_file: str, program: str) -> None:
 
     Which instructions are used is decided once a process.
     """
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment, cwd=Path(test_file).parent, capture_output=True, text=True,
-    )  # fmt: skip
+    folders = [str(Path(test_file).parent), *sys.path]
+    done = run_code(program, {"ONEDNN_MAX_CPU_ISA": isa}, folders=folders)
     assert done.returncode == 0, done.stderr
