@@ -86,6 +86,7 @@ class Call:
     places: tuple[int, ...] = ()
     # Read once from the function: each access to a TVM array costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
+    _symbol: str = attrs.field(default="", init=False)
     # What rerun_cost.py estimated: a library call is read from TVM for it.
     rerun_milliseconds: float | None = attrs.field(default=None, init=False)
 
@@ -102,9 +103,11 @@ class Call:
     @property
     def symbol(self) -> str:
         """Return the kernel's or library function's name."""
-        callee = self.expr.args[0]
-        named = isinstance(callee, relax.ExternFunc)
-        return str(callee.global_symbol if named else callee.name_hint)
+        if not self._symbol:
+            callee = self.expr.args[0]
+            named = isinstance(callee, relax.ExternFunc)
+            self._symbol = str(callee.global_symbol if named else callee.name_hint)
+        return self._symbol
 
     @property
     def ops(self) -> tuple[str, ...]:

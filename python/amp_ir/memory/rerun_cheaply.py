@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-import attrs
+import copy
+from collections.abc import Sequence
 
-from amp_ir.memory.buffers import BufferizedStep, Call
+import attrs
+from tvm import relax
+
+from amp_ir.memory.buffers import Buffer, BufferizedStep, Call
 from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.order_calls import order_calls
 from amp_ir.memory.rematerialize import Rematerialization
@@ -38,19 +42,30 @@ def rerun_cheaply(live: Liveness) -> Liveness:
     order_calls(other, together=True)
     again = Rematerialization(other)
     step_nbytes = sum(buffer.nbytes for buffer in live.program.inputs) + live.most
-    best, most_gained, share = live.program, 0.0, 0.0
+    best: list[tuple[Call, list[Buffer | relax.Expr]]] = []
+    most_gained = share = 0.0
     while share < _MOST_TIME and again.lower_peak():
         share = rerun_share(other.program.calls)
         gained = (live.most - other.most) / step_nbytes - _LEAST_GAIN * share
         if gained > most_gained:
-            best, most_gained = _copy(other.program), gained
-    return live if best is live.program else Liveness(best, live.outputs)
+            # A liveness changes the order of calls, and gives them other lists of arguments.
+            best = [(call, call.arguments) for call in other.program.calls]
+            most_gained = gained
+    if not best:
+        return live
+    calls = [_with_arguments(call, arguments) for call, arguments in best]
+    return Liveness(attrs.evolve(other.program, calls=calls), live.outputs)
 
 
 def _copy(program: BufferizedStep) -> BufferizedStep:
     """Return the program with calls of its own; buffers are shared."""
-    return attrs.evolve(program, calls=list(map(_copied, program.calls)))
+    return attrs.evolve(
+        program, calls=[_with_arguments(call, call.arguments) for call in program.calls]
+    )
 
 
-def _copied(call: Call) -> Call:
-    return attrs.evolve(call, arguments=list(call.arguments))
+def _with_arguments(call: Call, arguments: Sequence[Buffer | relax.Expr]) -> Call:
+    """Return a copy of a call, with what was read of it once, and arguments of its own."""
+    own = copy.copy(call)
+    own.arguments = list(arguments)
+    return own
