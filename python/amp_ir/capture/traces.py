@@ -21,6 +21,7 @@ from amp_ir.capture.guards.followed_hypers import (
 from amp_ir.capture.guards.followed_numbers import is_followed, is_same_graph
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.left_values import InitialValues
+from amp_ir.capture.guards.objects import GuardedObjects
 from amp_ir.capture.guards.side_effects import SideEffects
 from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.outside_tensors import lift_outside_tensors
@@ -65,7 +66,9 @@ class Traces:
             if effects.leave_modes():
                 return tracer, attrs.evolve(traced, stored=tuple(effects.stored))
             raise effects.state_error(other.effects)
-        left = InitialValues.of(effects.left)
+        followed = frozenset(number.name for number in tracer.numbers.found)
+        guards = GuardedObjects(tracer.observer, followed, frozenset())
+        left = InitialValues.of(effects.left, guards.changes)
         if left is None:
             return tracer, traced
         return other, attrs.evolve(second, initial_values=left)
