@@ -89,6 +89,10 @@ _DEVICE = torch.ops.prim.device.default
 _READ = aten._local_scalar_dense.default
 _READ_TEXT = "a tensor's value is read in Python, by .item(), float(), int(), bool(), if or while"
 
+_DEFAULT_DTYPE = (
+    "Leave torch.set_default_dtype out: give dtype= where a tensor is made, and convert integers "
+    "before arithmetic, .to(torch.float64)"
+)
 _ANOMALY_TEXT = "torch.autograd.set_detect_anomaly reads the values of every gradient"
 _ANOMALY_ADVICE = (
     "Leave it off around a compiled step; train.find_overflow(*batch) says which op and line makes "
@@ -145,6 +149,7 @@ class Recorder(TorchDispatchMode):
         self._batch_storages = {_storage(tensor) for tensor in batch}
         self._written = written
         self._reads = 0
+        self._default_dtype = torch.get_default_dtype()
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         self._marker = NodeMarker(proxy_mode.tracer.graph)
@@ -190,6 +195,8 @@ class Recorder(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = select_by_constants(func, args, kwargs)
             self._check_dependence(out, error, location)
+        if torch.get_default_dtype() is not self._default_dtype:
+            self._check_default_dtype(func, (args, kwargs), out, location)
         if func is aten.zero_.default:
             self._transaction.cleared(args[0])
         self._marker.mark(location)
@@ -211,6 +218,20 @@ class Recorder(TorchDispatchMode):
         if out is None:
             self._diagnostics.add(*_data_dependence(error.func, location))
             raise TracingStopped from error
+
+    def _check_default_dtype(self, func: Any, given: Any, out: Any, location: Location) -> None:
+        """Refuse an op whose dtype is the default one, which the step has set.
+
+        What the graph is made into afterwards runs with the default dtype of the call.
+        """
+        tensors, results = (
+            [one for one in pytree.tree_leaves(tree) if isinstance(one, torch.Tensor)]
+            for tree in (given, out)
+        )
+        is_given = given[1].get("dtype") is not None or any(map(_is_float, tensors))
+        if not is_given and any(map(_is_float, results)):
+            what = f"{func} makes {torch.get_default_dtype()}, to which the step sets the default"
+            self._diagnostics.add(f"{what} dtype", location, _DEFAULT_DTYPE)
 
     def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the op, and mark its nodes."""
@@ -380,6 +401,10 @@ class Recorder(TorchDispatchMode):
             value = args[at] if at < len(args) else kwargs.get(argument.name)
             found += list(value) if isinstance(value, (list, tuple)) else [value]
         return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -24,7 +24,8 @@ from amp_ir.capture.guards.followed_numbers import (
     is_same_graph,
 )
 from amp_ir.capture.guards.gradient_flags import GradientFlags
-from amp_ir.capture.guards.left_values import InitialValues
+from amp_ir.capture.guards.left_values import InitialValues, Left
+from amp_ir.capture.guards.objects import GuardedObjects
 from amp_ir.capture.guards.side_effects import SideEffects
 from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.outside_tensors import lift_outside_tensors
@@ -77,7 +78,7 @@ class Traces:
             if effects.leave_modes():
                 return tracer, attrs.evolve(traced, stored=tuple(effects.stored))
             raise effects.state_error(other.effects)
-        left = InitialValues.of(effects.left)
+        left = _initial_values(tracer, effects.left)
         if left is None:
             return tracer, traced
         return other, attrs.evolve(second, initial_values=left)
@@ -101,7 +102,7 @@ class Traces:
         None where that is another step.
         """
         effects = tracer.effects
-        left = InitialValues.of([*effects.left, *effects.tables.all])
+        left = _initial_values(tracer, [*effects.left, *effects.tables.all])
         if left is None:
             return None
         with effects.again(effects.tables.all):
@@ -230,3 +231,10 @@ class Traces:
         finally:
             self.state.outside[:] = outside
         return tracer, attrs.evolve(traced, graph=graph)
+
+
+def _initial_values(tracer: StepTracer, left: Sequence[Left]) -> InitialValues | None:
+    """Return what the first call leaves, with the guards of the trace that leaves it."""
+    followed = frozenset(number.name for number in tracer.numbers.found)
+    guards = GuardedObjects(tracer.observer, followed, frozenset())
+    return InitialValues.of(left, guards.changes)

@@ -159,8 +159,9 @@ class CaptureGuards:
         """Return the recompile reason: how the step differs from the graph; "" if it does not."""
         if self._initial_values is None:
             return self._change()
+        change = self._initial_values.change()
         with self._initial_values.held():
-            return self._change()
+            return self._change() or change
 
     def _change(self) -> str:
         for tier in self._tiers:

@@ -28,6 +28,7 @@ _CELL_LOADS = _OF_CELLS - _CELL_STORES - {"MAKE_CELL", "LOAD_CLOSURE", "COPY_FRE
 _ENTRY_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 # With these, code reaches attributes whose names are strings, or modules that it does not name.
 _BY_STRING = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+_OF_DICTIONARIES = frozenset({"vars", "__dict__"})
 # With these it may store under a name that no bytecode has.
 _UNNAMED_STORES = frozenset(
     {"setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"}
@@ -82,9 +83,12 @@ def reads_of(code: CodeType) -> CodeReads:
     names = found.global_names | found.attributes
     found.traverses = bool(names & _TRAVERSALS)
     found.stores_unnamed = bool(names & _UNNAMED_STORES)
-    if names & _BY_STRING:
+    if names & (_BY_STRING | _OF_DICTIONARIES):
         found.optional = frozenset(strings)
         found.attributes |= strings
+        found.stored_first -= strings
+    if "globals" in names:
+        found.global_names |= strings
         found.stored_first -= strings
     if found.global_names & _CAUGHT:
         found.optional |= found.attributes

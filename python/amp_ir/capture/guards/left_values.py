@@ -49,14 +49,20 @@ class InitialValues:
     """The values that a step leaves in its first call.
 
     A value goes only where the object is as it was before the step: the user may have set another.
+    `changes()` describes what differs of what that call read, from which the values come.
     """
 
     left: Sequence[Left] = ()
+    changes: Callable[[], Iterator[str]] = lambda: iter(())
 
     @classmethod
-    def of(cls, left: Sequence[Left]) -> InitialValues | None:
+    def of(cls, left: Sequence[Left], changes: Callable[[], Iterator[str]]) -> InitialValues | None:
         """Return values to be left; None where one may hold what belongs to the trace."""
-        return cls(tuple(left)) if all(is_of_user(one.value) for one in left) else None
+        return cls(tuple(left), changes) if all(is_of_user(one.value) for one in left) else None
+
+    def change(self) -> str:
+        """Return why values that are missing, such as those that the user took, would be others."""
+        return next(self.changes(), "") if self._missing() else ""
 
     def install(self) -> None:
         """Leave the values."""

@@ -131,17 +131,21 @@ class GuardedModules:
         self._global_hooks = _global_hooks()
         self._count = HookCount()
         self.dictionaries: list[dict[Any, Any]] = [vars(one.module) for one in self._seen]
+        # Most tables of most modules are empty, and whether they are is asked in less time.
+        self._empty: list[dict[Any, Any]] = []
         for one in self._seen:
             module = one.module
-            tables: list[Any] = [module._modules, module._parameters, module._buffers]
-            tables += [vars(module).get(key) for key in _HOOKS]
-            self.dictionaries += [table for table in tables if table]
+            for table in (module._modules, module._parameters, module._buffers):
+                (self.dictionaries if table else self._empty).append(table)
+            hooks = [vars(module).get(key) for key in _HOOKS]
+            self.dictionaries += [table for table in hooks if table]
 
     def hold(self) -> bool:
         """Return whether nothing differs, given that nothing was written to `dictionaries`."""
         # A new hook is counted; one that goes is not.
         return (
             self._count.holds()
+            and not any(self._empty)
             and not (self._global_hooks and _global_hooks() != self._global_hooks)
             and list(map(_forward_of, self._kinds)) == self._forwards
             # Another class writes to no dictionary.

@@ -46,7 +46,7 @@ from amp_ir.capture.guards.stand_ins import StandIns
 from amp_ir.capture.guards.unnamed_attributes import UnnamedAttributes
 from amp_ir.capture.guards.users_objects import (
     is_end,
-    is_library,
+    is_users_object,
     names_of_class,
     own_attributes,
     unwrapped,
@@ -62,7 +62,7 @@ _TORCH_CONTAINERS = (
     torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
     torch.nn.ParameterDict,
 )  # fmt: skip
-# With these, code reads attributes of a class that it does not name.
+# With these, code reads attributes that it does not name.
 _ALL = frozenset({"vars", "__dict__"})
 _OF_EVERY_CLASS = frozenset(vars(type("_", (), {})))
 # Their classes are fixed, stood in for, or guarded with the modules.
@@ -328,36 +328,27 @@ class ObservedObjects:
         if own is not None and users_classes(type(value)) and not isinstance(value, _OWN_CLASS):
             self.instances.setdefault(id(value), (value, name))
             self.classes.setdefault(id(value), type(value))
-        if is_users:
-            self.unnamed.keep(value, own, name, reads)
-        touched = reads.touched
-        keys = touched & own.keys() if own is not None else set()
-        if isinstance(value, torch.nn.Module):
-            keys -= INTERNAL - {"training"}
-        if own is not None and not isinstance(value, ModuleType):
-            # Attributes that are stored later, read with getattr, or defined in the class: an
-            # attribute of the object would take precedence.
-            absent = reads.attribute_stores.keys() | reads.optional
+        if own is not None:
             if is_users:
-                of_class = names_of_class(type(value))
-                absent |= touched if "__getattr__" in of_class else touched & of_class
-            internal = INTERNAL if isinstance(value, torch.nn.Module) else frozenset()
-            keys |= absent - own.keys() - internal
-        for key in keys:
-            part = part_name("attribute", key, name)
-            if own is not None and not is_library(own.get(key)):
+                self.unnamed.keep(value, own, name, reads)
+                if _reads_all(reads) and _is_looked_through(value):
+                    yield own, part_name("the attributes", None, name)
+            for key in _keys_of(value, own, reads, is_users=is_users):
                 if not hasattr(inspect.getattr_static(type(value), key, None), "__set__"):
+                    part = part_name("attribute", key, name)
                     yield self.touch(own, "entry", key, part, reads, code), part
         if is_users or own is None:
-            yield from self._class_attributes(value, touched, name, reads, code)
+            yield from self._class_attributes(value, reads.touched, name, reads, code)
         else:
-            self.index_class(type(value), touched)
+            self.index_class(type(value), reads.touched)
 
     def _class_attributes(
         self, value: Any, names: set[str], name: Name, reads: CodeReads, code: CodeType | None
     ) -> Iterator[tuple[Any, Name]]:
         owners = users_classes(value if isinstance(value, type) else type(value))
-        reads_all = isinstance(value, type) and bool((reads.attributes | reads.global_names) & _ALL)
+        if isinstance(value, type):
+            owners += users_classes(type(value))  # a metaclass, whose attributes a class has, too
+        reads_all = isinstance(value, type) and _reads_all(reads)
         if reads_all:
             names = names.union(*map(vars, owners))
         names = names - _OF_EVERY_CLASS
@@ -451,6 +442,33 @@ class ObservedObjects:
             place.is_loaded = True
         held = place.held()
         return held if held is place.stand_in else value
+
+
+def _reads_all(reads: CodeReads) -> bool:
+    return bool((reads.attributes | reads.global_names) & _ALL)
+
+
+def _is_looked_through(value: Any) -> bool:
+    """Return whether `vars` of an object counts as a whole; of others only what is named does."""
+    return not isinstance(value, _OWN_CLASS) and is_users_object(value)
+
+
+def _keys_of(value: Any, own: dict[str, Any], reads: CodeReads, *, is_users: bool) -> set[str]:
+    """Return the attributes of an object, present and absent, that code may read or write."""
+    touched = reads.touched
+    keys = touched & own.keys()
+    is_module = isinstance(value, torch.nn.Module)
+    if is_module:
+        keys -= INTERNAL - {"training"}
+    if not isinstance(value, ModuleType):
+        # Attributes that are stored later, read with getattr, or defined in the class: an
+        # attribute of the object would take precedence.
+        absent = reads.attribute_stores.keys() | reads.optional
+        if is_users:
+            of_class = names_of_class(type(value))
+            absent |= touched if "__getattr__" in of_class else touched & of_class
+        keys |= absent - own.keys() - (INTERNAL if is_module else frozenset())
+    return keys
 
 
 def part_name(word: str, key: Any, name: Name) -> Name:

@@ -382,8 +382,9 @@ class Observer:
             held = owner.get(key)
             if held is sys.modules:
                 found += self._modules(reads)
-            elif not is_library(held):
-                value = self.objects.touch(owner, "entry", key, name, reads, frame.f_code)
+                continue
+            value = self.objects.touch(owner, "entry", key, name, reads, frame.f_code)
+            if not is_library(held):
                 found.append((value, name))
             elif isinstance(held, ModuleType):
                 if held is sys and "modules" in reads.attributes:

@@ -7,9 +7,7 @@ and those that have changed at the end of the step are places like those that it
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -17,7 +15,7 @@ import torch
 
 from amp_ir.capture.guards.code_reads import CodeReads
 from amp_ir.capture.guards.places import ABSENT, Place
-from amp_ir.capture.locations import is_users_own
+from amp_ir.capture.guards.users_objects import is_users_object
 from amp_ir.capture.patches.thread_patches import original_of
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
@@ -43,7 +41,7 @@ class UnnamedAttributes:
         """Keep the attributes of an object of the user's, if the code may store under any name."""
         if not reads.stores_unnamed or type(own) is not dict or id(own) in self._kept:
             return
-        if _is_users(value):
+        if is_users_object(value):
             ignored = _INTERNAL if isinstance(value, torch.nn.Module) else frozenset()
             self._kept[id(own)] = _Kept(own, name, dict(own), ignored)
 
@@ -67,15 +65,3 @@ def _changed(kept: _Kept) -> Iterator[str]:
 
 def _named(key: str, name: Callable[[], str]) -> Callable[[], str]:
     return lambda: f"attribute {key!r} of {name()}"
-
-
-def _is_users(value: Any) -> bool:
-    """Return whether an object is of a class of the user's, or a module of theirs."""
-    if isinstance(value, (types.SimpleNamespace, types.ModuleType)):
-        file = getattr(value, "__file__", None)
-    else:
-        modules: Mapping[str, Any] = sys.modules
-        file = getattr(modules.get(type(value).__module__), "__file__", None)
-        if type(value).__module__ == "builtins":
-            return False
-    return file is None or is_users_own(file)

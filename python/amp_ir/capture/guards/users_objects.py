@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from amp_ir.capture.guards.places import ABSENT, CONTAINERS, is_plain
+from amp_ir.capture.locations import is_users_own
 
 
 def unwrapped(found: Any) -> Any:
@@ -43,6 +46,19 @@ def is_library(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):
         return not isinstance(getattr(value, "__self__", None), CONTAINERS)
     return False
+
+
+def is_users_object(value: Any) -> bool:
+    """Return whether an object is of the user's classes, a namespace or a module of theirs."""
+    kind = type(value)
+    if isinstance(value, (ModuleType, SimpleNamespace, argparse.Namespace)):
+        file = getattr(value, "__file__", None)
+    elif kind.__module__ == "builtins":
+        return False
+    else:
+        modules: Mapping[str, Any] = sys.modules
+        file = getattr(modules.get(kind.__module__), "__file__", None)
+    return file is None or is_users_own(file)
 
 
 def users_classes(kind: type) -> list[type]:
