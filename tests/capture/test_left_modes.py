@@ -53,6 +53,17 @@ def sets_one_layer(model: nn.Module, update: Callable[[Any], Any]) -> Any:
     return step
 
 
+def toggles(model: nn.Module, update: Callable[[Any], Any]) -> Any:
+    """Each call computes in the mode that the one before has left."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = update(x)
+        model.train(mode=not model.training)
+        return loss
+
+    return step
+
+
 class Dropping(nn.Module):
     """Reads its mode in Python, as in `F.dropout(x, p, training=self.training)`."""
 
@@ -89,6 +100,7 @@ def modes(model: nn.Module) -> list[bool]:
         (ends_in_eval, (1, 2)),
         (reads_it_first, (2, 2)),
         (sets_one_layer, (2, 2)),
+        (toggles, (2, 2)),
     ],
 )
 def test_modes_are_left_as_in_eager(
