@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import core_aten_decompositions
 
+import amp_ir
 from amp_ir.capture import functional
 from amp_ir.capture.trace import capture_step
 from amp_ir.demo.workloads import WORKLOADS
+from amp_ir.errors import CaptureError
 
 COMPOSITE = {
     "matmul": lambda x: x @ x.transpose(-1, -2) @ x[0],
@@ -79,3 +81,23 @@ def test_the_table_lacks_composite_ops_alone() -> None:
     assert all(op._can_decompose() for op in missing)
     assert not [op for op in missing if has(op.name(), "CPU") or has(op.name(), "CUDA")]
     assert set(own) <= set(whole)
+
+
+def test_a_write_to_overlapping_elements_is_refused() -> None:
+    """PyTorch does not make it functional: it was a RuntimeError without a place."""
+    model = torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h = x.clone()
+        h.unfold(1, 3, 2)[:, 0] = 0  # here
+        return model(h).sum()
+
+    with pytest.raises(CaptureError) as caught:
+        amp_ir.jit(step, model=model)(torch.randn(2, 4))
+    line = step.__code__.co_firstlineno + 2
+    assert str(caught.value) == (
+        "this step cannot be captured, 1 place:\n"
+        f"  1. step (forward), {__file__}:{line}: writes to a view of which elements share memory, "
+        "as those of unfold and expand do. Write to the tensor itself, by an index or a slice, or "
+        "to a clone of the view"
+    )

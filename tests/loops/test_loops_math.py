@@ -15,6 +15,7 @@ import torch
 import tvm
 from tvm.relax import op as R
 
+import amp_ir
 from amp_ir.ir.target import cpu
 from amp_ir.loops import math as m
 from amp_ir.loops.builders import pointwise
@@ -151,3 +152,21 @@ def test_products_of_a_choice_between_two_numbers(dtype: torch.dtype) -> None:
     a, b, z = x * y, x + y, z * z
     chosen, larger = torch.where(a > b, a, b), torch.maximum(a, z)
     torch.testing.assert_close(got, 2 * x * (chosen * z + larger * z + chosen / z))
+
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@pytest.mark.parametrize("wanted", INTEGERS, ids=str)
+def test_integers_wrap_as_in_pytorch(wanted: torch.dtype) -> None:
+    """Of what is known as it compiles, too: TVM refused arange(-6, 6).to(torch.uint8)."""
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        made = [torch.arange(-300, 300, 7), torch.arange(-6, 6), torch.arange(2**31 - 3, 2**31 + 3)]
+        given = [one.to(dtype) for one in (*made, x + 1) for dtype in INTEGERS]
+        return [one.to(wanted) for one in given]
+
+    x = torch.randint(-(2**40), 2**40, (333,))
+    found = amp_ir.jit(step, model=torch.nn.Linear(1, 1))(x)
+    for one, expected in zip(found, step(x), strict=True):
+        assert torch.equal(one, expected)

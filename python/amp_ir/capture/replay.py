@@ -28,6 +28,7 @@ from amp_ir.capture.call_templates import (
     number_of,
     template_of,
 )
+from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.locations import NodeMarker
 from amp_ir.capture.parts_of_memory import PartsOfMemory, whole_of, write_part
 from amp_ir.capture.repeated_ops import (
@@ -38,6 +39,7 @@ from amp_ir.capture.repeated_ops import (
     key_of_plain,
     kind_of,
 )
+from amp_ir.errors import CaptureError
 from amp_ir.ir.location import META_KEY, Location
 
 try:
@@ -53,6 +55,8 @@ except ImportError:
     _is_possible = False
 
 aten = torch.ops.aten
+# In what PyTorch says of a write that it does not make functional.
+_OVERLAP = "has internal overlap"
 
 
 @attrs.frozen(eq=False)
@@ -124,7 +128,13 @@ class Replay(torch.fx.Interpreter):
             out = self._parts.value(n, self.env[whole_of(n)])
             if out is not None:
                 return out
-        out = super().run_node(n)
+        try:
+            out = super().run_node(n)
+        except RuntimeError as error:
+            if _OVERLAP in str(error):
+                self.extra_traceback = False  # to our error, the interpreter adds nothing
+                raise _overlap_error(n) from None
+            raise
         part = self._parts.writers.get(n)
         if part is not None:
             write_part(part, self._tensor(self._value(whole_of(part))), self.env[part])
@@ -263,6 +273,17 @@ class Replay(torch.fx.Interpreter):
         with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
             copy.meta["val"] = fake_of_kind(val.fake_mode, kind, whole.untyped_storage())
         return _Value(copy)
+
+
+def _overlap_error(n: torch.fx.Node) -> CaptureError:
+    """Return the error about a write to a view of which elements share memory."""
+    diagnostics = Diagnostics()
+    diagnostics.add(
+        "writes to a view of which elements share memory, as those of unfold and expand do",
+        n.meta.get(META_KEY, Location()),
+        "Write to the tensor itself, by an index or a slice, or to a clone of the view",
+    )
+    return diagnostics.error()
 
 
 def _told_apart_by(n: torch.fx.Node) -> tuple[Any, ...]:

@@ -315,11 +315,29 @@ def cast(x: Any, dtype: str) -> Any:
         return tirx.Select(x, constant(1, dtype), constant(0, dtype))
     if dtype_of(x).startswith("float") and dtype.startswith(("int", "uint")):
         return _truncated(x, dtype)
-    converted = tirx.Cast(dtype, x)
-    if dtype_of(x).startswith(("int", "uint")) and not isinstance(x, TensorLoad):
-        # TVM (0.27) asserts where it looks for the bounds of a float times a number that has some.
-        return optimization_barrier(converted)
-    return converted
+    if not dtype_of(x).startswith(("int", "uint")) or isinstance(x, TensorLoad):
+        return tirx.Cast(dtype, x)
+    if dtype.startswith(("int", "uint")):
+        return _wrapped(x, dtype)
+    # It asserts where it looks for the bounds of a float times a number that has some.
+    return optimization_barrier(tirx.Cast(dtype, x))
+
+
+def _wrapped(x: Any, dtype: str) -> Any:
+    """Convert an integer to another dtype, whose bits are the low ones of it.
+
+    By arithmetic: TVM (0.27) computes a cast of an unrolled index itself, and refuses a number that
+    the dtype cannot hold.
+    """
+    given, wanted = np.iinfo(dtype_of(x)), np.iinfo(dtype)
+    if wanted.bits == 64 or (wanted.min <= given.min and given.max <= wanted.max):
+        return tirx.Cast(dtype, x)
+    wide = dtype_of(x) if given.bits > wanted.bits else "int64"
+    low = tirx.bitwise_and(tirx.Cast(wide, x), constant(2**wanted.bits - 1, wide))
+    if wanted.min < 0:
+        half = constant(-wanted.min, wide)
+        low = tirx.bitwise_xor(low, half) - half
+    return tirx.Cast(dtype, low)
 
 
 def _truncated(x: Any, dtype: str) -> Any:
