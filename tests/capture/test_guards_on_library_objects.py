@@ -7,6 +7,7 @@ import collections
 import configparser
 import csv
 import functools
+import inspect
 import io
 import multiprocessing
 import operator
@@ -540,6 +541,7 @@ def puts() -> tuple[Any, str, Any]:
 
 def puts_for_another_process() -> tuple[Any, str, Any]:
     values: Any = multiprocessing.Queue()
+    values.put(0)  # starts its thread; one that a refused step started could not be ended
     return lambda: values.put(1), f"put() of a Queue {OUTSIDE}", bool
 
 
@@ -602,6 +604,11 @@ def test_what_happens_only_at_the_capture_is_refused(build: Any) -> None:
     )
     if build is not writes_text:  # a stream cannot take back what it was given
         assert state() == before
+    if build is puts_for_another_process:
+        # Else its thread meets later tests, until the garbage collector ends it.
+        values = inspect.getclosurevars(act).nonlocals["values"]
+        values.close()
+        values.join_thread()
 
 
 def test_print_into_a_stream_is_refused_and_undone() -> None:
