@@ -177,6 +177,21 @@ def test_what_a_killed_writer_left_goes(cache):
     assert (cache.directory / "notes.txt").exists()
 
 
+def test_a_cache_is_listed_once_for_many_entries(tmp_path, monkeypatch):
+    """Listing a full one takes longer than writing; other processes' entries count at the next."""
+    cache, listed = PrivateCache(tmp_path / "cache", 40 * 1000), []
+    usual = PrivateCache.entries
+    monkeypatch.setattr(PrivateCache, "entries", lambda one: listed.append(one) or usual(one))
+    for number in range(30):
+        cache.put(f"{number:064x}", bytes(1000))
+    assert len(listed) == 1
+    for number in range(20):
+        (cache.directory / f"{100 + number:064x}").write_bytes(bytes(1000))
+    for number in range(30, 90):
+        cache.put(f"{number:064x}", bytes(1000))
+    assert sum(one.nbytes for one in cache.entries()) <= cache.limit_nbytes
+
+
 def _put_often(cache: PrivateCache, letter: bytes) -> None:
     for number in range(60):
         cache.put(NAMES[number % 4], letter * 300)
@@ -191,6 +206,7 @@ def test_processes_write_and_read_at_once(cache):
         for name in NAMES[:4]:
             assert cache.get(name) in (None, b"a" * 300, b"b" * 300)
     assert [writer.exitcode for writer in writers] == [0, 0]
+    cache.put(NAMES[0], b"c" * 300)  # by a process that has not counted the others' entries
     assert sum(one.nbytes for one in cache.entries()) <= 1000
 
 

@@ -135,10 +135,12 @@ def _lock(descriptor: int, how: int) -> bool:
 
 def _remove_left_behind(target: Path) -> None:
     """Remove the target's temporary files that no living process writes."""
-    pattern = re.compile(re.escape(_stem(target)) + r"\.[0-9a-f]{16}" + re.escape(SUFFIX))
+    stem = _stem(target)
+    pattern = re.compile(re.escape(stem) + r"\.[0-9a-f]{16}" + re.escape(SUFFIX))
     with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(target.parent) if pattern.fullmatch(name)]
-        for name in names:
+        # A cache has thousands of names, of which few begin so.
+        names = [name for name in os.listdir(target.parent) if name.startswith(stem)]
+        for name in filter(pattern.fullmatch, names):
             with contextlib.suppress(OSError):
                 _remove_if_dead(target.with_name(name))
 

@@ -31,6 +31,9 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # A writer that was killed leaves its temporary file; none takes longer.
 _ABANDONED_SECONDS = 3600.0
+# A full cache has thousands of entries, which take longer to list than one takes to write. Other
+# processes store too: by so many entries each, a cache may have more than its bytes for a while.
+_MOST_UNCOUNTED = 32
 
 
 @attrs.frozen
@@ -44,6 +47,18 @@ class StoredEntry:
     nbytes: int
     used_at: float
     inode: int
+
+
+@attrs.define
+class _Room:
+    """The bytes that a directory had left when it was listed, less what was stored since."""
+
+    nbytes: int
+    stored: int = 0
+
+
+# By directory and limit.
+_rooms: dict[tuple[Path, int], _Room] = {}
 
 
 class UnsafeDirectoryError(PermissionError):
@@ -102,7 +117,7 @@ class PrivateCache:
                     os.link(
                         name, other, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
                     )
-        self._shrink()
+        self._shrink(len(content))
 
     def drop(self, name: str, reason: str) -> None:
         """Remove an entry that cannot be used, and log it once."""
@@ -197,15 +212,21 @@ class PrivateCache:
         finally:
             os.close(folder)
 
-    def _shrink(self) -> None:
+    def _shrink(self, stored_nbytes: int) -> None:
+        room = _rooms.get((self.directory, self.limit_nbytes))
+        if room is not None and room.nbytes >= stored_nbytes and room.stored < _MOST_UNCOUNTED:
+            room.nbytes -= stored_nbytes
+            room.stored += 1
+            return
         found = self.entries()
         excess = sum(one.nbytes for one in found) - self.limit_nbytes
         for _, names_of_file in itertools.groupby(found, lambda one: one.inode):
             if excess <= 0:
-                return
+                break
             for one in names_of_file:
                 (self.directory / one.name).unlink(missing_ok=True)
                 excess -= one.nbytes
+        _rooms[self.directory, self.limit_nbytes] = _Room(-excess)
 
     def _say(self, error: OSError) -> None:
         """Log once why the directory is not used: a warning where somebody else is at it."""
