@@ -269,3 +269,38 @@ def test_a_mistake_in_our_own_code_is_not_the_users(monkeypatch: pytest.MonkeyPa
     assert "fault of amp_ir" not in message(
         jitted(nn.Linear(4, 4), lambda x: table["row"]), torch.ones(2, 4)
     )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_compressed_sparse_tensor_is_to_be_made_dense() -> None:
+    """PyTorch says that such tensors have no strides."""
+    model, matrix = nn.Linear(4, 4), torch.eye(4).to_sparse_csr()
+    text = message(jitted(model, lambda x: torch.sparse.mm(matrix, model(x))), torch.randn(4, 4))
+    assert text.endswith(
+        "Only dense tensors can be captured: make a sparse one dense before the call, with "
+        ".to_dense()"
+    )
+    dense = matrix.to_dense()
+    jitted(model, lambda x: torch.mm(dense, model(x)))(torch.randn(4, 4))
+
+
+def test_a_size_that_values_decide_is_to_be_an_argument() -> None:
+    """Tacotron's mask of lengths, as it is published."""
+    model = nn.Linear(4, 4)
+
+    def mask_of(lengths: torch.Tensor, most: int) -> torch.Tensor:
+        ids = torch.arange(0, most, out=torch.LongTensor(most))
+        return ids < lengths[:, None]
+
+    def step(x: torch.Tensor, lengths: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        most = most or torch.max(lengths).item()  # type: ignore[assignment]
+        return (model(x) * mask_of(lengths, most)).sum()  # type: ignore[arg-type]
+
+    x, lengths = torch.randn(2, 4), torch.tensor([3, 4])
+    assert message(amp_ir.jit(step, model=model), x, lengths).endswith(
+        "A size that values of the batch decide is not known when a step is captured: compute it "
+        "before the call, and pass the Python number as an argument"
+    )
+    found = amp_ir.jit(step, model=model)(x, lengths, 4)
+    # Rounding of float32 sums in another order.
+    torch.testing.assert_close(found, step(x, lengths, 4), rtol=1e-5, atol=1e-6)

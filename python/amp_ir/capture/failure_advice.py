@@ -42,6 +42,14 @@ _OF_TEXTS = {
         "The values do not exist yet when a step is captured: return the tensor, and call .numpy() "
         "on it after the call"
     ),
+    "tensors do not have strides": (
+        "Only dense tensors can be captured: make a sparse one dense before the call, with "
+        ".to_dense()"
+    ),
+    "not a storage 'LaterNumber'": (
+        "A size that values of the batch decide is not known when a step is captured: compute it "
+        "before the call, and pass the Python number as an argument"
+    ),
     "expected one dtype": f"PyTorch refuses it too. {ONE_DTYPE}",
     "Inference tensors cannot": (
         "PyTorch refuses it too: compute it under torch.no_grad() instead of inference_mode()"
