@@ -261,7 +261,17 @@ class Turning(Growing):
         return y * cos[:length] + y.flip(-1) * sin[:length]
 
 
-@pytest.mark.parametrize("kind", [Growing, Turning])
+class Whole(Growing):
+    """Reads its table whole, in the backward pass too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > self.longest:
+            self.longest = x.shape[0]
+            self.table = torch.arange(1.0, 5.0)
+        return self.layer(x) * self.table + self.table
+
+
+@pytest.mark.parametrize("kind", [Growing, Turning, Whole])
 def test_tables_beside_a_number_are_left_as_the_number_is(kind: type[Growing]) -> None:
     """The second trace of the step had the number and no table: an AttributeError."""
     torch.manual_seed(0)

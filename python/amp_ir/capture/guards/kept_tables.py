@@ -105,15 +105,15 @@ class KeptTables:
         order = {node: at for at, node in enumerate(graph.nodes)}
         behind = (nodes_behind(node, lambda _: True, most_nodes=len(order)) for node in self._nodes)
         makers = {copies[one] for nodes in behind for one in nodes or ()}
+        names: dict[torch.fx.Node, str] = {}
         for number, (node, value) in enumerate(self._nodes.items()):
-            readers = [one for one in copies[node].users if one not in makers]
-            if readers:
-                name = f"kept_table_{number}"
-                setattr(module, name, value)
-                with graph.inserting_before(min(readers, key=order.__getitem__)):
-                    constant = graph.get_attr(name)
-                for one in readers:
-                    one.replace_input_with(copies[node], constant)
+            names[copies[node]] = f"kept_table_{number}"
+            setattr(module, f"kept_table_{number}", value)
+        for reader in [one for one in order if one not in makers]:
+            # A trace has one constant for each use of it.
+            for table in [one for one in reader.all_input_nodes if one in names]:
+                with graph.inserting_before(reader):
+                    reader.replace_input_with(table, graph.get_attr(names[table]))
         for node in sorted(makers, key=order.__getitem__, reverse=True):
             if not node.users:
                 graph.erase_node(node)
