@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_ir.capture.checked_reads import checked_read
@@ -44,6 +44,7 @@ from amp_ir.capture.refused_dtypes import refused_dtypes
 from amp_ir.capture.refused_layouts import refused_layout
 from amp_ir.capture.repeated_ops import RepeatedOps
 from amp_ir.capture.texts_of_numbers import is_read_for_text, refuse_text
+from amp_ir.capture.traced_node import traced_node
 from amp_ir.capture.transaction import Transaction
 from amp_ir.capture.value_checks import CHECKED_OPS, checks_of
 from amp_ir.capture.written_outside import WrittenOutside
@@ -418,9 +419,8 @@ def _is_known(tensor: torch.Tensor) -> bool:
 
 def _is_any(tensor: torch.Tensor) -> bool:
     """Return whether a value tells whether a mask selects anything."""
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    return slot is not None and slot.proxy.node.target is aten.any.default
+    node = traced_node(tensor)
+    return node is not None and node.target is aten.any.default
 
 
 def _checked_by_op(info: torch.Tensor) -> bool:
@@ -428,10 +428,8 @@ def _checked_by_op(info: torch.Tensor) -> bool:
 
     PyTorch checks in an op of its own, which has no result that a graph could need.
     """
-    proxy_mode = get_proxy_mode()
-    assert proxy_mode is not None
-    slot = get_proxy_slot(info, proxy_mode.tracer, None)
-    node: Any = None if slot is None else slot.proxy.node.args[0]
+    made = traced_node(info)
+    node: Any = None if made is None else made.args[0]
     schema = getattr(getattr(node, "target", None), "_schema", None)
     if schema is None or all(one.name != "check_errors" for one in schema.arguments):
         return False

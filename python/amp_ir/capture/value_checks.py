@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from amp_ir.capture.traced_node import traced_node
 from amp_ir.ir.index_check import ASSERTIONS, USERS_CHECK
 from amp_ir.ir.location import Location
 
@@ -70,9 +70,7 @@ def _is_of(x: torch.Tensor, makers: frozenset[Any]) -> bool:
 
     They may be NaN, which is not looked for: a check keeps a loop from being compiled as one.
     """
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(x, mode.tracer, None)
-    node: Any = None if slot is None else slot.proxy.node
+    node: Any = traced_node(x)
     while node is not None and node.target in _TAKE_VALUES:
         node = node.args[0]
     return node is not None and node.target in makers

@@ -14,9 +14,9 @@ from typing import Any
 import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.repeated_ops import has_views
+from amp_ir.capture.traced_node import traced_node
 from amp_ir.ir.location import META_KEY, Location
 
 CASTS = frozenset((torch.Tensor.float, torch.Tensor.to, torch.Tensor.type))
@@ -31,12 +31,8 @@ def mark_widened(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) 
     # A call of `to` may be about the device alone; float() has no argument.
     if asked and not any(one is torch.float32 or one is torch.FloatTensor for one in asked):
         return
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    if slot is None:
-        return
-    node: Any = slot.proxy.node
-    while True:
+    node: Any = traced_node(tensor)
+    while node is not None:
         location = node.meta.get(META_KEY)
         if isinstance(location, Location) and location.precision == "rules":
             node.meta[META_KEY] = attrs.evolve(location, precision="widened")

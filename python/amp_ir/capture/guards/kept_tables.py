@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.constant_values import nodes_behind, unguarded_value
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import Left, as_now, renewed
 from amp_ir.capture.guards.places import Contents, Place
 from amp_ir.capture.guards.users_objects import own_attributes
+from amp_ir.capture.traced_node import traced_node
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
 
@@ -125,9 +125,8 @@ class KeptTables:
             value = unguarded_value(one, [], most_nodes=_MOST_OPS)
             if value is None:
                 return one
-            mode = get_proxy_mode()
-            assert mode is not None
-            node = get_proxy_slot(one, mode.tracer).proxy.node
+            node = traced_node(one)
+            assert node is not None
             return self._nodes.setdefault(node, value)
         if not isinstance(one, _WHOLE):
             own = own_attributes(one) or {}

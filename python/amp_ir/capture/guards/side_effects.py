@@ -19,7 +19,6 @@ import attrs
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.constant_values import nodes_behind
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
@@ -52,6 +51,7 @@ from amp_ir.capture.guards.places import (
 from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.symbolic_float import SymbolicFloat
+from amp_ir.capture.traced_node import traced_node
 from amp_ir.errors import CaptureError
 from amp_ir.host.held_values import SEQUENCES, each_held, held_by
 from amp_ir.ir.location import Location
@@ -432,12 +432,10 @@ def _is_constant_tensor(value: Any) -> bool:
 
 def _is_constant(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of the trace is the same at every call."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    slot = get_proxy_slot(tensor, mode.tracer, None)
-    if slot is None:
+    node = traced_node(tensor)
+    if node is None:
         return False
-    behind = nodes_behind(slot.proxy.node, _is_computed_again, most_nodes=_MOST_OPS)
+    behind = nodes_behind(node, _is_computed_again, most_nodes=_MOST_OPS)
     return behind is not None
 
 
