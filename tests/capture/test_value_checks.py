@@ -149,6 +149,22 @@ def test_values_from_outside_are_checked_without_compiling_again() -> None:
     assert not train.recompiles
 
 
+def test_numbers_that_a_step_returns_beside_a_check_are_its_own() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    def step(b: torch.Tensor) -> tuple[torch.Tensor, float, float]:
+        loss = F.binary_cross_entropy(model(b).sigmoid(), b)
+        return loss, loss.item(), 2 * optimizer.param_groups[0]["lr"]
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype=None)
+    for rate in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = rate
+        loss, number, twice = train(SHARES)
+        assert (number, twice) == (loss.item(), 2 * rate)
+    assert not train.recompiles
+
+
 def test_what_cannot_be_wrong_is_not_checked_so_that_its_loop_stays_one() -> None:
     def chain(y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         for _ in range(20):

@@ -323,7 +323,7 @@ class StepTracer:
         leaves = [leaf.tensor if isinstance(leaf, LaterNumber) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         symbols = [leaf for leaf in leaves if isinstance(leaf, SymbolicFloat)]
-        position = {id(x): i for i, x in enumerate((*tensors, *symbols))}
+        position = {id(x): i for i, x in enumerate((*tensors, *self._checks, *symbols))}
         places = tuple(position.get(id(leaf)) for leaf in leaves)
         constants = tuple(
             leaf if place is None else None for leaf, place in zip(leaves, places, strict=True)
