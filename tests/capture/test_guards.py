@@ -710,11 +710,6 @@ def logs_numbers(box: Box, value: Any) -> Any:
     return value
 
 
-def keeps(box: Box, value: Any) -> Any:
-    box.last = value
-    return value
-
-
 def draws(box: Box, value: Any) -> Any:
     return value * random.random()
 
@@ -792,12 +787,6 @@ REFUSED = [
         f"puts none. {RETURN}",
     ),
     (logs_numbers, 1, f"changes attribute 'log' {OF_BOX} (a list, at 0). {MOVE}"),
-    (
-        keeps,
-        1,
-        f"keeps a tensor of shape () in attribute 'last' {OF_BOX}, where a compiled step puts "
-        f"none. {RETURN}",
-    ),
     (draws, 1, f"random.random() {DRAW}"),
     (draws_between, 1, f"random.uniform() {DRAW}"),
     (draws_arrays, 1, f"numpy.random {DRAW}"),

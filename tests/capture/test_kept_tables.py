@@ -321,17 +321,11 @@ def rebind(model: Any) -> None:
     model.total = model.total + 1
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (add_in_place, "makes a tensor of shape (4,) for attribute 'total' of module"),
-        (rebind, "changes attribute 'begun' of module"),
-    ],
-)
-def test_a_total_beside_a_number_is_refused(change: Callable[[Any], None], what: str) -> None:
+@pytest.mark.parametrize("change", [add_in_place, rebind])
+def test_a_total_beside_a_number_is_refused(change: Callable[[Any], None]) -> None:
     with pytest.raises(errors.CaptureError) as caught:
         trained(lambda model, _held: beside_a_number(model, change), is_compiled=True)
-    assert what in str(caught.value)
+    assert "makes a tensor of shape (4,) for attribute 'total' of module" in str(caught.value)
 
 
 def test_a_first_call_that_differs_by_more_than_its_table_is_refused() -> None:

@@ -105,6 +105,40 @@ def test_another_tensor_in_the_dict_is_updated_instead() -> None:
     assert torch.equal(first, as_left)
 
 
+class Averaging(nn.Module):
+    """A module whose average is a plain attribute, which `+=` stores again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.average = nn.Linear(4, 3), torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.layer(x)
+        self.average += h.detach().mean(0)
+        return h + self.average
+
+
+def test_another_tensor_in_an_attribute_is_updated_instead() -> None:
+    averages = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Averaging()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        train = amp_ir.jit(step, model=model, optimizer=optimizer) if is_compiled else step
+        for k in range(4):
+            if k == 2:
+                model.average = torch.full((3,), 5.0)
+            train(batch(k))
+        averages.append(model.average)
+    torch.testing.assert_close(*averages, **TIGHT)
+
+
 def test_what_was_written_is_read_in_the_step() -> None:
     def counted(kept: Kept, model: nn.Module) -> Any:
         kept["count"] += 1

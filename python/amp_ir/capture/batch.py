@@ -257,13 +257,22 @@ class Results:
     """The structure that rebuilds the results of the step from its RESULT outputs.
 
     `places` has an entry per leaf: the position of its tensor among the outputs, or None for a
-    constant. `numbers` are the leaves that the step returned as Python numbers.
+    constant. `numbers` are the leaves that the step returned as Python numbers, `integers` those
+    that are float64 in the graph.
     """
 
     spec: pytree.TreeSpec
     places: tuple[int | None, ...]
     constants: tuple[Any, ...] = attrs.field(eq=False)
     numbers: frozenset[int] = frozenset()
+    integers: frozenset[int] = frozenset()
+
+    @property
+    def holds_numbers_alone(self) -> bool:
+        """Whether no leaf is a tensor."""
+        return all(
+            place is None or index in self.numbers for index, place in enumerate(self.places)
+        )
 
     def build(self, tensors: list[torch.Tensor]) -> Any:
         """Return what the user's step returns."""
@@ -273,6 +282,8 @@ class Results:
                 leaves[index] = tensors[place]
             if index in self.numbers:
                 leaves[index] = leaves[index].item()
+            if index in self.integers:
+                leaves[index] = int(leaves[index])
         return pytree.tree_unflatten(leaves, self.spec)
 
 

@@ -9,9 +9,10 @@ import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_ir.capture.dense_tensors import DenseReader, is_dense
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
+from amp_ir.capture.guards.kept_results import CarriedTensors, KeptReader
 from amp_ir.capture.hyper_parameters import HyperParameter
-from amp_ir.capture.outside_tensors import DenseReader, is_dense
 from amp_ir.capture.scalar_nodes import ScalarNodes
 from amp_ir.capture.state import GradientReader, State, StateTensor
 from amp_ir.capture.symbolic_float import FloatTape
@@ -79,6 +80,7 @@ class _Finishing:
     ) -> None:
         self._graph = graph
         self._traced = traced
+        self._readers = CarriedTensors(traced.kept).readers
         self._state = state
         self._hypers = hypers
         self._batch = batch
@@ -122,8 +124,12 @@ class _Finishing:
             kept=tuple(by_id[key] for key in left),
         )
 
-    def _source_of(self, entry: StateTensor) -> torch.Tensor | GradientReader | DenseReader:
+    def _source_of(
+        self, entry: StateTensor
+    ) -> torch.Tensor | GradientReader | DenseReader | KeptReader:
         """Return the tensor that the graph reads; a gradient's is looked up at every call."""
+        if (reader := self._readers.get(id(entry.tensor))) is not None:
+            return reader
         if entry in self._state.outside:
             # PyTorch accepts a 0-d tensor of the host among tensors of a GPU.
             devices = {one.tensor.device for one in self._state.parameters}

@@ -22,28 +22,10 @@ from amp_ir.errors import StateError
 from amp_ir.ir.location import META_KEY, Location
 from amp_ir.ir.memory_overlap import storage_address
 from amp_ir.ir.step_module import Role
-from amp_ir.ir.tensor_layout import ALIGNMENT_BYTES
 from amp_ir.ir.unusable_tensors import tensor_error
 
 aten = torch.ops.aten
 Names = Mapping[int, tuple[torch.Tensor, Callable[[], str]]]
-
-
-@attrs.frozen(eq=False)
-class DenseReader:
-    """A reader that copies a tensor whose memory kernels cannot read directly."""
-
-    tensor: torch.Tensor
-
-    def __call__(self) -> torch.Tensor:
-        """Return the current values, dense and aligned."""
-        dense = self.tensor.detach().contiguous()
-        return dense.clone() if dense.data_ptr() % ALIGNMENT_BYTES else dense
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether kernels can read a tensor at its own memory."""
-    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def lift_outside_tensors(

@@ -204,6 +204,8 @@ def _captured(
             ),
             left=traced.left_by_name(),
             as_left=traced.initial_values.held,
+            keep_results=capture_guards.keep_results,
+            kept=tuple(one.place.name() for one in traced.kept),
             ranks=ranks,
         ),
     )

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
 from amp_ir.capture.argument_changes import ArgumentChanges
 from amp_ir.capture.batch import Results
 from amp_ir.capture.guards.gradient_flags import GradientFlags
+from amp_ir.capture.guards.kept_results import KeptResult
 from amp_ir.capture.guards.left_values import InitialValues, Left, StoredValue, in_full
 from amp_ir.capture.guards.state_reads import StateReads
 from amp_ir.capture.state import StateTensor
@@ -31,10 +34,10 @@ class Traced:
     """The result of one run of the step.
 
     `graph` takes `inputs` (the fakes of the state, then of the batch) and returns, in order:
-    `result_count` results (those of checks that raise at their end, which nobody reads), the new
-    values of the state tensors, the gradients of the parameters `gradients`, which have one at the
-    end, the values of `created`, and `read_count` tensors f64[] that the step read as Python
-    floats.
+    `result_count` results (with those that it keeps, and of checks that raise at their end, which
+    nobody reads), the new values of the state tensors, the gradients of the parameters `gradients`,
+    which have one at the end, the values of `created`, and `read_count` tensors f64[] that the step
+    read as Python floats.
     `symbols` are the results that are Python floats, `observed` the ids of the parameters whose
     gradient before the step affects it, `touched` those whose gradient it read, set or cleared,
     `stepped` the optimizers whose `step` ran, and `changes` what the step did to the containers
@@ -44,7 +47,7 @@ class Traced:
     a result requires a gradient, and `has_differentiated` that the step computed gradients. At
     `shown_at` the step turned tensors to text. `assigns_parts` says that it assigned views to the
     data of tensors. `initial_values` is what its first call leaves in
-    the user's objects, and `stored` what each call does.
+    the user's objects, `stored` what each call does, and `kept` those of its results.
     """
 
     graph: torch.fx.GraphModule
@@ -66,10 +69,32 @@ class Traced:
     changes: ArgumentChanges = ArgumentChanges()
     initial_values: InitialValues = InitialValues()
     stored: tuple[StoredValue, ...] = ()
+    kept: tuple[KeptResult, ...] = ()
     sends_buffers: tuple[bool, ...] = ()
     flags: GradientFlags | None = None
+
+    def kept_from_before(self) -> tuple[KeptResult, ...]:
+        """Return what this trace keeps, read at each call where it found tensors there.
+
+        Where it found others, as None, it is a step of the first call alone.
+        """
+        return tuple(
+            attrs.evolve(one, is_carried=one.holds_tensors, is_read=one.holds_tensors)
+            if one.is_read
+            else one
+            for one in self.kept
+        )
+
+    def kept_beside(self, first: Sequence[KeptResult]) -> tuple[KeptResult, ...]:
+        """Return what this trace keeps that found what the `first` one has kept."""
+        before = {one.key: one.place.before for one in first}
+        return tuple(
+            attrs.evolve(one, accepted=(one.place.before, before[one.key])) if one.is_read else one
+            for one in self.kept
+        )
 
     def left_by_name(self) -> dict[str, str]:
         """Return the values that the step leaves in the user's objects, as text, by their names."""
         left: list[Left | StoredValue] = [*self.initial_values.left, *self.stored]
-        return {one.place.name(): in_full(one.value) for one in left}
+        texts = {one.place.name(): in_full(one.value) for one in left}
+        return {**texts, **{one.place.name(): one.in_words for one in self.kept}}

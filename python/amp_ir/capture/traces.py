@@ -24,6 +24,12 @@ from amp_ir.capture.guards.followed_numbers import (
     is_same_graph,
 )
 from amp_ir.capture.guards.gradient_flags import GradientFlags
+from amp_ir.capture.guards.kept_values import (
+    are_carried,
+    are_read,
+    has_graph_from_before,
+    with_tensors_before,
+)
 from amp_ir.capture.guards.left_values import InitialValues, Left
 from amp_ir.capture.guards.objects import GuardedObjects
 from amp_ir.capture.guards.side_effects import SideEffects
@@ -62,6 +68,8 @@ class Traces:
         effects = tracer.effects
         if effects.tables.found:
             self._check_tables(effects, numbers, symbolic=symbolic, others=others)
+        if effects.unsure:
+            return self._keeping(tracer, traced, numbers, symbolic=symbolic, others=others)
         if not effects.left:
             return tracer, traced
         if effects.tables.all:
@@ -82,6 +90,41 @@ class Traces:
         if left is None:
             return tracer, traced
         return other, attrs.evolve(second, initial_values=left)
+
+    def _keeping(
+        self, tracer: StepTracer, traced: Traced, numbers: frozenset[str], **how: Any
+    ) -> tuple[StepTracer, Traced]:
+        """Return the trace that finds other values where a first one keeps some, and is the same.
+
+        Raises:
+            CaptureError: it is not: what a call keeps is the state of later ones.
+        """
+        effects = tracer.effects
+        examples = [one.example() for one in effects.unsure]
+        in_place = [*effects.tables.all, *examples]
+        with self._kept_state(), effects.again(in_place):
+            try:
+                other, second = self._once(numbers, **how)
+            except (CaptureError, WritesOutsideError):
+                raise effects.kept_error() from None
+            first = attrs.evolve(traced, graph=effects.tables.found_in_place(traced.graph))
+            is_same = is_same_graph(first, tracer.tape, second, other.tape)
+        is_read = are_read(examples, second.graph, other.observer)
+        if is_same and not is_read and not other.effects.left and other.effects.keeps_as(effects):
+            left = _initial_values(tracer, [*effects.left, *in_place])
+            if left is not None:
+                kept = second.kept_beside(traced.kept)
+                return other, attrs.evolve(second, initial_values=left, kept=kept)
+        if effects.left or effects.tables.all:
+            raise effects.kept_error()
+        if not are_carried(effects.unsure, self.state, tracer.observer):
+            raise effects.kept_error()
+        if any(map(has_graph_from_before, effects.unsure)):
+            # Its example requires a gradient. No difference: what reads it takes none of it.
+            second = attrs.evolve(second, graph=with_tensors_before(second.graph, examples))
+            if not is_same_graph(traced, tracer.tape, second, other.tape):
+                raise effects.kept_error()
+        return tracer, attrs.evolve(traced, kept=traced.kept_from_before())
 
     def _check_tables(self, effects: SideEffects, numbers: frozenset[str], **how: Any) -> None:
         """Check that the step leaves the tables alone that it made, once they are there."""

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_ir.capture.argument_changes import WatchedArguments
-from amp_ir.capture.batch import Arguments, Results, unusable_result
+from amp_ir.capture.batch import Arguments, unusable_result
 from amp_ir.capture.call_arguments import call
 from amp_ir.capture.chosen_rows import ChosenRow
 from amp_ir.capture.collectives import TracedRanks
@@ -27,6 +27,7 @@ from amp_ir.capture.guards.followed_hypers import OtherHypers
 from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.identities import Identities
+from amp_ir.capture.guards.kept_values import KEEP_COPY, KeptByStep, results_of
 from amp_ir.capture.guards.left_values import StoredValue
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import is_same
@@ -251,7 +252,7 @@ class StepTracer:
         self._left.update(has_differentiated=watch.has_differentiated)
         self._left.update(shown_at=tuple(calls.shown_at), assigns_parts=calls.data.assigns_parts)
         self._left.update(sends_buffers=() if ranks is None else ranks.sends_buffers)
-        outputs = self._outputs(value)
+        outputs = self._outputs(value, batch)
         if self._diagnostics:
             raise self._diagnostics.error()
         return outputs
@@ -312,28 +313,28 @@ class StepTracer:
                         "it may delete before it ends",
                     )
 
-    def _outputs(self, value: Any) -> list[torch.Tensor]:
+    def _outputs(self, value: Any, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the flat outputs of the graph; `_left` records their roles."""
         leaves, spec = flatten(value)
         leaves = [leaf.read() if isinstance(leaf, ChosenRow) else leaf for leaf in leaves]
         for reason in filter(None, map(unusable_result, leaves)):
             advice = "Return tensors and plain values in tuples, lists, dicts or dataclasses"
             self._refuse(reason, advice)
-        numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS)]
-        leaves = [leaf.tensor if isinstance(leaf, LaterNumber) else leaf for leaf in leaves]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-        symbols = [leaf for leaf in leaves if isinstance(leaf, SymbolicFloat)]
-        position = {id(x): i for i, x in enumerate((*tensors, *self._checks, *symbols))}
-        places = tuple(position.get(id(leaf)) for leaf in leaves)
-        constants = tuple(
-            leaf if place is None else None for leaf, place in zip(leaves, places, strict=True)
-        )
         values = self._new_values()
+        kept = KeptByStep(self.effects.kept, self._state, values, batch)
+        for what, where in kept.refused():
+            self._diagnostics.add(what, where, KEEP_COPY)
+        every = [*leaves, *kept.leaves()]
+        symbols = [leaf for leaf in every if isinstance(leaf, SymbolicFloat)]
+        every = [leaf.tensor if isinstance(leaf, LaterNumber) else leaf for leaf in every]
+        tensors = [*{id(leaf): leaf for leaf in every if isinstance(leaf, FakeTensor)}.values()]
+        position = {id(x): i for i, x in enumerate((*tensors, *self._checks, *symbols))}
         self._state_reads.refuse_counters(values)
         gradients = [entry for entry in self._state.parameters if entry.fake.grad is not None]
         created = list(self._created())
         self._left.update(
-            results=Results(spec, places, constants, frozenset(numbers)),
+            results=results_of(leaves, spec, position, {}),
+            kept=kept.results(position),
             symbols=symbols,
             result_count=len(tensors) + len(self._checks),
             gradients=gradients,

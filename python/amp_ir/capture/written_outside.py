@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from amp_ir.capture.alias_sets import shared_memory
 from amp_ir.capture.constant_values import is_from_outside
-from amp_ir.capture.outside_tensors import geometry, is_dense
+from amp_ir.capture.dense_tensors import is_dense
+from amp_ir.capture.outside_tensors import geometry
 from amp_ir.capture.state import StateTensor
 from amp_ir.ir.memory_overlap import storage_address
 from amp_ir.ir.unusable_tensors import tensor_error

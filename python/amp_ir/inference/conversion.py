@@ -14,9 +14,10 @@ from amp_ir.amp.custom_type_hint import RulesInEffect
 from amp_ir.amp.hints import FULL_DTYPE
 from amp_ir.amp.op_lists import OpLists
 from amp_ir.api import autocast, trace_model
-from amp_ir.errors import StateError
+from amp_ir.errors import CaptureError, StateError
 from amp_ir.inference.stored_parameters import StoredParameters
 from amp_ir.ir.fixed_values import fixed_inputs
+from amp_ir.ir.short_list import short_names
 from amp_ir.ir.step_module import StepHooks, StepModule
 from amp_ir.rewrites.fold_batch_norm import fold_batch_norm
 from amp_ir.rewrites.fold_casts import fold_casts
@@ -83,6 +84,11 @@ class Conversion:
             for held in self._left:
                 stack.enter_context(held())
             captured, _ = trace_model(self.model, inputs)
+        if captured.hooks.kept:
+            raise CaptureError(
+                f"the model keeps a tensor in {short_names(captured.hooks.kept)}, where a "
+                "converted one puts none. Return it from forward, or clear the attribute at its end"
+            )
         if captured.hooks.left:
             self._left.append(captured.hooks.as_left)
         self.stored.begin(captured)

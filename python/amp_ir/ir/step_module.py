@@ -127,6 +127,10 @@ def _ignore(_gradients: Sequence[torch.Tensor]) -> None:
     """Do nothing."""
 
 
+def _keep_none(_batch: Sequence[torch.Tensor], _results: Sequence[torch.Tensor]) -> None:
+    """Keep nothing."""
+
+
 @attrs.frozen
 class StepHooks:
     """The functions that are called around a run of a step.
@@ -146,6 +150,8 @@ class StepHooks:
     `follow_changes(args, named)`: change a call's arguments, after its run, as the step does.
     `left` are the plain values that the step leaves in the user's objects, as text, by their names.
     `as_left()`: a context that holds there what the first call leaves, which `after_step` leaves.
+    `keep_results(batch, results)`: put what the step keeps of a call's results, its RESULT outputs,
+    or of its batch into the user's objects; `kept` are the names of these places.
     `ranks` are the replicas of the models on other ranks, `amp_ir.distributed.replicas.Ranks`; None
     where the step exchanges nothing.
     """
@@ -160,6 +166,8 @@ class StepHooks:
     follow_changes: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = _leave
     left: Mapping[str, str] = attrs.field(factory=dict)
     as_left: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    keep_results: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _keep_none
+    kept: tuple[str, ...] = ()
     ranks: Any = None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -168,7 +169,7 @@ class CompiledStep:
         if not self._is_installed:
             self._program.check_state()
         try:
-            results = self._program.run(tensors, finish=self._finish)
+            results = self._program.run(tensors, finish=functools.partial(self._finish, tensors))
         except BaseException:
             # What a torn step wrote is the optimizer's, so that loading replaces it.
             if torn_state.is_torn(self._program.state()):
@@ -176,11 +177,12 @@ class CompiledStep:
             raise
         return self.module.signature.unflatten_results(results)
 
-    def _finish(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _finish(self, batch: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Do what belongs to the step after its last call; return the results."""
         # Behind the run: a first step that fails leaves the optimizer without state, as it was.
         self._install()
         results, gradients = self._program.results_of(outputs)
+        self.module.hooks.keep_results(batch, results)
         self.module.hooks.after_step(gradients)
         return results
 

@@ -15,6 +15,7 @@ from amp_ir.capture.guards.entries import GuardedEntries
 from amp_ir.capture.guards.followed_hypers import computes_with_hypers
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
 from amp_ir.capture.guards.gradient_flags import GradientFlags
+from amp_ir.capture.guards.kept_results import CarriedTensors
 from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
 from amp_ir.capture.guards.objects import GuardedObjects, Tier
@@ -68,6 +69,7 @@ class CaptureGuards:
         self._interface = interface
         self._stepped = traced.stepped
         self._stored = traced.stored
+        self._kept = traced.kept
         self._state_reads = traced.state_reads
         users_read = computes_with_hypers(observer, state.optimizers)
         self._groups = GuardedGroups(state.optimizers, hypers, users_read=users_read)
@@ -84,8 +86,13 @@ class CaptureGuards:
         if traced.initial_values.left:
             self._initial_values = traced.initial_values
         self._installed: set[int] = set()
+        self._read = [one for one in traced.kept if one.is_read]
+        self._carried = CarriedTensors(traced.kept)
         self._objects = GuardedObjects(
-            observer, frozenset(number.name for number in numbers), unfollowed
+            observer,
+            frozenset(number.name for number in numbers),
+            unfollowed,
+            frozenset(one.key for one in self._read),
         )
         self._of_optimizers = OptimizerObjects.of_users(state.optimizers)
         self._watch_state()
@@ -111,6 +118,7 @@ class CaptureGuards:
             GuardedEntries(self._state, observer).tier(),
             GuardedOptimizerMethods(self._state.optimizers).tier(),
             self._parameters.tier(),
+            Tier(self._kept_holds, self._changed_kept),
             self._python_tier(GuardedModules(list(observer.objects.modules.values()))),
             Tier(self._gradients_hold, self._changed_gradients),
             Tier(self._state_holds, self._changed_optimizer_state, self._watch_state),
@@ -122,7 +130,7 @@ class CaptureGuards:
     def _python_tier(self, modules: GuardedModules) -> Tier:
         """Return guards on modules and objects, whose dictionaries are watched together."""
         objects = self._objects
-        watched = watch([*modules.dictionaries, *objects.dictionaries])
+        watched = self._watched = watch([*modules.dictionaries, *objects.dictionaries])
 
         def refresh() -> None:
             watched.refresh()
@@ -194,6 +202,19 @@ class CaptureGuards:
         if not next(self._changed_optimizer_state(), ""):
             self._watch_state()
 
+    def keep_results(self, batch: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Put what the step keeps of its batch and results where it keeps them."""
+        if not self._kept:
+            return
+        is_unchanged, tensors = self._watched.hold(), [*batch, *results]
+        if self._initial_values is not None:  # first, for the order of a dictionary's keys
+            self._initial_values.install()
+        for one in self._kept:
+            one.install(tensors)
+        # A step of the first call alone has a guard on what it then finds there.
+        if is_unchanged and not any(one.is_guarded for one in self._kept):
+            self._watched.refresh()
+
     def after_step(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set or clear every `grad`, and other attributes, as the step leaves them.
 
@@ -224,6 +245,14 @@ class CaptureGuards:
             scaler, device = scaler_state.scaler, scaler_state.scale.tensor.device
             if hasattr(scaler, "check_limits") and device.type == "cpu":
                 scaler.check_limits()
+
+    def _kept_holds(self) -> bool:
+        return all(one.holds() for one in self._read) and self._carried.hold()
+
+    def _changed_kept(self) -> Iterator[str]:
+        yield from (one.change() for one in self._read if not one.holds())
+        if not self._carried.hold():
+            yield "places that held one tensor hold several"
 
     @staticmethod
     def _other_processes() -> Iterator[str]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import attrs
 
+from amp_ir.capture.guards.loaded_first import loaded_first
+
 # By the kind of their argument and not one by one, since each version of Python has others. A name
 # that is neither is a local one of a class body, or an import.
 _NAMED = frozenset(dis.opname[code] for code in dis.hasname)
@@ -45,7 +47,7 @@ class CodeReads:
     """Names by how the code uses them, those of functions defined inside included.
 
     The values of the `*_stores` are the lines of the first store. `stored_first` are the attributes
-    and globals that are stored before any load of them in the order of the code. `stores_unnamed`
+    and globals that are stored on every way to a load of them in the same code. `stores_unnamed`
     says that it may store attributes under computed names. `optional` are attributes that it does
     without where they are not there.
     """
@@ -118,8 +120,19 @@ def line_of_entry(code: CodeType, key: str) -> int:
 
 
 def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[str]) -> None:
+    kinds = {
+        "attribute": (found.attributes, _ATTRIBUTE_STORES),
+        "global": (found.global_names, _GLOBAL_STORES),
+        "cell": (found.cell_loads, _CELL_STORES),
+    }
+    loaded_outside = {kind: loads.copy() for kind, (loads, _) in kinds.items()}
+    stored: set[tuple[str, str]] = set()
     for name, argument, line in _instructions(code):
         _add_one(found, name, argument, line)
+        stored |= {(kind, argument) for kind, (_, stores) in kinds.items() if name in stores}
+    if any(name in kinds[kind][0] for kind, name in stored):
+        stored -= loaded_first(code)
+    found.stored_first |= {name for kind, name in stored if name not in loaded_outside[kind]}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner.add(constant)
@@ -143,15 +156,13 @@ def _add_one(found: CodeReads, name: str, argument: Any, line: int) -> None:
     elif name in _CELL_LOADS:
         found.cell_loads.add(argument)
     else:
-        for opcodes, stores, loads in (
-            (_ATTRIBUTE_STORES, found.attribute_stores, found.attributes),
-            (_GLOBAL_STORES, found.global_stores, found.global_names),
-            (_CELL_STORES, found.cell_stores, found.cell_loads),
+        for opcodes, stores in (
+            (_ATTRIBUTE_STORES, found.attribute_stores),
+            (_GLOBAL_STORES, found.global_stores),
+            (_CELL_STORES, found.cell_stores),
         ):
             if name in opcodes:
                 stores.setdefault(argument, line)
-                if argument not in loads:
-                    found.stored_first.add(argument)
 
 
 def _instructions(code: CodeType) -> Iterator[tuple[str, Any, int]]:

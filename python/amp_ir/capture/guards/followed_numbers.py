@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from amp_ir.capture.batch import Arguments, can_follow
+from amp_ir.capture.batch import Arguments, Results, can_follow
 from amp_ir.capture.guards.places import Place, in_words, is_number
 from amp_ir.capture.symbolic_float import (
     BINARY,
@@ -162,11 +162,21 @@ def first_difference(
 
 
 def _same_constants(symbolic: Traced, other: Traced) -> bool:
-    mine, others = symbolic.results, other.results
-    if len(mine.places) != len(others.places):
+    kept = {one.key: one.value for one in other.kept}
+    pairs = [(one.value, kept.pop(one.key, None)) for one in symbolic.kept]
+    # What holds symbols alone is plain in the other trace, which leaves it.
+    if kept or not all(two is not None or one.holds_numbers_alone for one, two in pairs):
         return False
-    pairs = zip(mine.places, mine.constants, others.constants, strict=True)
-    return all(place is not None or a is b or _is_same(a, b) for place, a, b in pairs)
+    pairs.append((symbolic.results, other.results))
+    return all(two is None or _is_alike(one, two) for one, two in pairs)
+
+
+def _is_alike(one: Results, two: Results) -> bool:
+    """Return whether two structures have the same constants, where the first has constants."""
+    if len(one.places) != len(two.places):
+        return False
+    leaves = zip(one.places, one.constants, two.constants, strict=True)
+    return all(place is not None or a is b or _is_same(a, b) for place, a, b in leaves)
 
 
 @attrs.define

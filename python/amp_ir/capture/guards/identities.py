@@ -31,12 +31,14 @@ _ABSENT = object()
 class Identities:
     """What tells tensors apart in Python, in one trace.
 
-    `fakes` are by the ids of their tensors. `builtins` are what code of the user's calls for `id`
-    and `type`, by these names: of a fake they return what those do of its tensor.
+    `fakes` are by the ids of their tensors, `tensors` by those of their fakes. `builtins` are what
+    code of the user's calls for `id` and `type`, by these names: of a fake they return what those
+    do of its tensor.
     """
 
     def __init__(self) -> None:
         self.fakes: dict[int, torch.Tensor] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
         self._ids: dict[int, int] = {}
         self._kinds: dict[int, type] = {}
         self._modules: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -57,6 +59,7 @@ class Identities:
         """Give fakes the hash and the kind of their tensors; the pairs are (tensor, fake)."""
         for tensor, fake in pairs:
             self.fakes[id(tensor)] = fake
+            self.tensors[id(fake)] = tensor
             self._ids[id(fake)] = id(tensor)
             self._kinds[id(fake)] = type(tensor)
         with restoring() as restores:

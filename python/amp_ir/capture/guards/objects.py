@@ -47,11 +47,21 @@ class Tier:
 
 
 class GuardedObjects:
-    """Guards on what the observer saw: `followed` names numbers that are inputs instead."""
+    """Guards on what the observer saw: `followed` names numbers that are inputs instead.
 
-    def __init__(self, observer: Observer, followed: frozenset[str], fixed: frozenset[str]) -> None:
+    `ignored` are the holder's id and the key of places that other guards are on.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        followed: frozenset[str],
+        fixed: frozenset[str],
+        ignored: frozenset[tuple[int, Any]] = frozenset(),
+    ) -> None:
         self._fixed = fixed
         places = [place for place in observer.objects.places.values() if place.is_loaded]
+        places = [one for one in places if (id(one.holder), one.key) not in ignored]
         self.followed = {one.name(): one for one in places if one.name() in followed}
         self._contents = list(observer.objects.contents.values())
         whole = {id(contents.target) for contents in self._contents}
@@ -65,7 +75,7 @@ class GuardedObjects:
                 self._others.append(place)
         self._dictionaries = [c for c in self._contents if isinstance(c.target, dict)]
         self._lists = [c for c in self._contents if not isinstance(c.target, dict)]
-        self._ignored = {(id(p.holder), p.key) for p in self.followed.values()}
+        self._ignored = {(id(p.holder), p.key) for p in self.followed.values()} | ignored
         self._arrays = list(observer.objects.arrays.values())
         self._read_values = list(observer.read_values.values())
         self._instances = [one for one, _ in observer.objects.instances.values()]

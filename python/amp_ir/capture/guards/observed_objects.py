@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amp_ir.capture.guards.advancing_objects import Advancing, advancing
 from amp_ir.capture.guards.asked_values import asked_of_tensor
 from amp_ir.capture.guards.code_reads import CodeReads, with_names
+from amp_ir.capture.guards.identities import Identities
 from amp_ir.capture.guards.library_objects import (
     class_of_proxy,
     held_by_special_methods,
@@ -90,13 +91,13 @@ class ObservedObjects:
         self,
         opaque: Iterable[object],
         replaced: Callable[[Place], Any],
-        fakes: dict[int, torch.Tensor],
+        identities: Identities,
     ) -> None:
         self.places: dict[tuple[int, str, Any], Place] = {}
         self.contents: dict[int, Contents] = {}
         self.modules: dict[int, tuple[torch.nn.Module, Name]] = {}
         self.modes = KnownModes()
-        self.stand_ins = StandIns(fakes)
+        self.stand_ins = StandIns(identities)
         self.unnamed = UnnamedAttributes()
         self.tensors: dict[int, tuple[torch.Tensor, Name]] = {}
         self.arrays: dict[int, tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any], Name]] = {}
@@ -424,7 +425,11 @@ class ObservedObjects:
             # What the capture put there goes with it.
             place.before = original_of(value := place.now())
             if isinstance(value, FakeTensor):
-                return value
+                tensor = self.stand_ins.tensor_of(value)
+                if tensor is None:
+                    return value
+                # A tensor of the state, whose fake the capture has put there.
+                place.before, place.stand_in = tensor, value
             if (mode := self.modes.before(place)) is not None:
                 place.before = mode  # PyTorch's train() and eval() set it unseen
             self.places[at] = place

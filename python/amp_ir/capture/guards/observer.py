@@ -68,7 +68,7 @@ class Observer:
         replaced: Callable[[Place], Any],
         identities: Identities,
     ) -> None:
-        self.objects = ObservedObjects(opaque, replaced, identities.fakes)
+        self.objects = ObservedObjects(opaque, replaced, identities)
         self._identities = identities
         self.read_values: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = {}
         self.readings = self.objects.readings

@@ -24,6 +24,7 @@ from amp_ir.capture.constant_values import nodes_behind
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.kept_tables import KeptTables
+from amp_ir.capture.guards.kept_values import KeptValue
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
     Left,
@@ -36,6 +37,7 @@ from amp_ir.capture.guards.left_values import (
     renewed,
 )
 from amp_ir.capture.guards.module_modes import ModuleModes
+from amp_ir.capture.guards.observed_objects import part_name
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.outside_calls import draw
@@ -99,7 +101,8 @@ class SideEffects:
     left where it had, with their places; `leaves_followed` says that one is a number that is an
     input. A step that would leave the same values again, and have the same graph, has only
     initialized itself (`if self.kind is None: ...`); any other has state, which `state_error`
-    reports. `tables` are tensors of constants alone that it left.
+    reports. `tables` are tensors of constants alone that it left, and `kept` other tensors and
+    numbers that it computes.
     """
 
     observer: Observer
@@ -108,6 +111,7 @@ class SideEffects:
     stored: list[StoredValue] = attrs.Factory(list)
     leaves_followed: bool = False
     tables: KeptTables = attrs.Factory(KeptTables)
+    kept: list[KeptValue] = attrs.Factory(list)
     registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
     of_optimizers: OptimizerObjects = attrs.Factory(lambda: OptimizerObjects([]))
     random_before: Any = attrs.Factory(random.getstate)
@@ -129,6 +133,8 @@ class SideEffects:
         reported = self._report_places(diagnostics)
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
+        # Names come from sets, whose order differs from process to process.
+        self.kept.sort(key=lambda one: (one.place.line, one.group))
         self._report_optimizers(diagnostics)
         self._report_draws(diagnostics)
         self.observer.report_variables(diagnostics)
@@ -136,35 +142,75 @@ class SideEffects:
     def _report_places(self, diagnostics: Diagnostics) -> set[tuple[int, Any]]:
         """Report changes of places; return the holder's id and the key of each that differs."""
         reported: set[tuple[int, Any]] = set()
-        shared = frozenset(self.observer.objects.contents)
         for place in self.observer.objects.places.values():
             now = place.now()
-            self.leaves_followed |= self._is_followed_elsewhere(place, now)
+            is_followed = self._is_followed_elsewhere(place, now)
             if self._is_unchanged(place, now):
+                self.leaves_followed |= is_followed
                 # The step stores what was there already, or stores in another branch: the graph
                 # is valid for this value only.
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
             reported.add((id(place.holder), place.key))
-            is_table = _is_constant_tensor(now)
-            if _holds_result(now):
-                diagnostics.add(*_kept(place.name(), now, self._line(place)))
-            elif holds_result_number(now, shared):
-                diagnostics.add(*_kept_number(place.name(), self._line(place)))
-            elif place.is_loaded and not is_table:
-                now = as_now(now, shared)
-                said = _changed(place, now, self._line(place))
-                self.left.append(Left(place, now, (id(place.holder), place.key), said))
-            elif is_of_user(value := renewed(now, shared, FollowedValue.of), self.registered.known):
-                self.stored.append(StoredValue(place, value, shared))
-            elif holds_symbol(value, shared):
-                diagnostics.add(*_kept_number(place.name(), self._line(place)))
-            elif isinstance(now, Iterator) and held_by(now) is None:
-                diagnostics.add(*_kept_iterator(place.name(), now, self._line(place)))
-            if is_table:
-                at, is_read = _at(self._line(place)), place.is_loaded
-                self.tables.add(place, now, shared, at, is_read=is_read)
+            if not self._keep(place, now):
+                self.leaves_followed |= is_followed
+                self._report_place(place, now, diagnostics)
         return reported
+
+    def _report_place(self, place: Place, now: Any, diagnostics: Diagnostics) -> None:
+        shared = frozenset(self.observer.objects.contents)
+        is_table = _is_constant_tensor(now)
+        if _holds_result(now):
+            diagnostics.add(*_kept(place.name(), now, self._line(place)))
+        elif holds_result_number(now, shared):
+            diagnostics.add(*_kept_number(place.name(), self._line(place)))
+        elif place.is_loaded and not is_table:
+            now = as_now(now, shared)
+            said = _changed(place, now, self._line(place))
+            self.left.append(Left(place, now, (id(place.holder), place.key), said))
+        elif is_of_user(value := renewed(now, shared, FollowedValue.of), self.registered.known):
+            self.stored.append(StoredValue(place, value, shared))
+        elif holds_symbol(value, shared):
+            diagnostics.add(*_kept_number(place.name(), self._line(place)))
+        elif isinstance(now, Iterator) and held_by(now) is None:
+            diagnostics.add(*_kept_iterator(place.name(), now, self._line(place)))
+        if is_table:
+            at, is_read = _at(self._line(place)), place.is_loaded
+            self.tables.add(place, now, shared, at, is_read=is_read)
+
+    def _keep(self, place: Place, now: Any) -> bool:
+        """Make what a place holds a result of the step; return whether it is one."""
+        if not (_holds_result(now) or holds_result_number(now, self.observer.objects.contents)):
+            return False
+        kept = self._kept_value(place, now, place.name())
+        self.kept += [] if kept is None else [kept]
+        return kept is not None
+
+    def _keep_entries(self, contents: Contents, changed: Sequence[tuple[Any, Any, Any]]) -> bool:
+        """Make all entries that changed results of the step, if one is; return whether they are."""
+        if not any(_holds_result(now) for _, now, _ in changed):
+            return False
+        is_dict = isinstance(contents.target, dict)
+        kept = []
+        for key, now, before in changed:
+            if now is ABSENT or not (is_dict or before is not ABSENT):
+                return False
+            name = part_name("entry" if is_dict else "item", key, contents.name)
+            place = Place(
+                contents.target, "entry", key, name, before, is_loaded=True, line=contents.line
+            )
+            one = self._kept_value(place, now, contents.name())
+            if one is None:
+                return False
+            kept.append(one)
+        self.kept += kept
+        return True
+
+    def _kept_value(self, place: Place, now: Any, group: str) -> KeptValue | None:
+        objects = self.observer.objects
+        filled = (one.target for one in objects.contents.values() if not one.before)
+        where = _at(self._line(place))
+        return KeptValue.of(place, now, group, objects.known, set(map(id, filled)), where)
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
@@ -281,6 +327,28 @@ class SideEffects:
         self.left.clear()
         return True
 
+    @property
+    def unsure(self) -> list[KeptValue]:
+        """What it keeps where it may read what the call before has kept."""
+        return [one for one in self.kept if one.unsure is not None]
+
+    def keeps_as(self, first: SideEffects) -> bool:
+        """Return whether a trace that found what another kept keeps that again, made anew."""
+        mine, others = (
+            [one.key for one in each.unsure if one.is_computed] for each in (self, first)
+        )
+        made = {id(one) for each in first.kept for one in each.made}
+        is_anew = not any(id(one) in made for each in self.kept for one in each.made)
+        return mine == others and is_anew
+
+    def kept_error(self) -> CaptureError:
+        """Return the error about what the step keeps and reads."""
+        diagnostics = Diagnostics()
+        for one in self.unsure:
+            if one.unsure is not None and one.is_computed:
+                diagnostics.add(*one.unsure)
+        return diagnostics.error()
+
     def state_error(self, again: SideEffects | None = None) -> CaptureError:
         """Return the error about the state of a step that was traced `again` with what it left.
 
@@ -308,7 +376,8 @@ class SideEffects:
         if len(changed) < len(differing):
             shared = frozenset(self.observer.objects.contents)
             self.tables.add(contents, contents.now(), shared, _at(contents.line))
-        if not changed:
+        is_made = any(one is contents.target for each in self.kept for one in each.made)
+        if not changed or is_made or self._keep_entries(contents, changed):
             return
         kept = [(now, before) for _, now, before in changed if _holds_result(now)]
         kind = type(contents.target).__name__

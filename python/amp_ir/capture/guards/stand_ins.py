@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from amp_ir.capture.guards.identities import Identities
 from amp_ir.capture.guards.places import CONTAINERS, Contents, flat
 
 _MOST_ITEMS = 256
@@ -23,10 +24,11 @@ _OF_EVERY_OPTIMIZER = frozenset({"param_groups", "state", "defaults"})
 
 
 class StandIns:
-    """What stands for the user's tensors while the step runs: their `fakes`, by their ids."""
+    """What stands for the user's tensors while the step runs: the fakes of `identities`."""
 
-    def __init__(self, fakes: Mapping[int, torch.Tensor]) -> None:
-        self._fakes = fakes
+    def __init__(self, identities: Identities) -> None:
+        self._fakes = identities.fakes
+        self._tensors = identities.tensors
         self._put: list[tuple[dict[str, Any], str, Any]] = []
         self._contents: list[Contents] = []
         self._arguments: list[tuple[functools.partial[Any], tuple[Any, ...]]] = []
@@ -90,6 +92,10 @@ class StandIns:
             if any(item is not one for item, one in zip(items, value, strict=True)):
                 return type(value)(items)
         return value
+
+    def tensor_of(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """Return the user's tensor that a fake stands for; None for what the step has made."""
+        return self._tensors.get(id(fake))
 
     def _of_reference(self, reference: Any) -> Any:
         fake = self._fakes.get(id(reference()))

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code may read before it writes it: by the ways through it, not by the order of its lines."""
+
+# ruff: noqa: B018 (an attribute that is read alone)
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_ir
+from amp_ir.capture.guards.loaded_first import loaded_first
+
+
+def in_one_branch(a: Any, b: Any) -> None:
+    if b:
+        a.size = 1
+    a.size
+
+
+def in_both_branches(a: Any, b: Any) -> None:
+    if b:
+        a.size = 1
+    else:
+        a.size = 2
+    a.size
+
+
+def in_another_object(a: Any, b: Any) -> None:
+    b.size = 1
+    a.size
+
+
+def behind_a_return(a: Any, b: Any) -> Any:
+    if b:
+        return a.size
+    a.size = 1
+    return a.size
+
+
+def in_a_loop(a: Any, b: Any) -> None:
+    for one in b:
+        if one:
+            a.size = 1
+        a.size
+
+
+def for_each_item(a: Any, b: Any) -> None:
+    for one in b:
+        one.size = 1
+        one.size
+
+
+def of_an_item_before(a: Any, b: Any) -> None:
+    for one in b:
+        a.size
+        a = one
+        a.size = 1
+
+
+def through_a_part_that_is_replaced(a: Any, b: Any) -> None:
+    a.part.size = 1
+    a.part = b
+    a.part.size
+
+
+def through_a_part(a: Any, b: Any) -> None:
+    a.part.size = 1
+    a.part.size
+
+
+def added_to(a: Any, b: Any) -> None:
+    a.size = 0
+    a.size += 1
+    a.size += 1
+
+
+def added_to_first(a: Any, b: Any) -> None:
+    a.size += 1
+
+
+def within_with(a: Any, b: Any) -> None:
+    with contextlib.nullcontext():
+        a.size = 1
+    a.size
+
+
+def where_an_exception_ends(a: Any, b: Any) -> None:
+    try:
+        a.size = b()
+    except ValueError:
+        a.size = 1
+    a.size
+
+
+def deleted(a: Any, b: Any) -> None:
+    a.size = a.other = 1
+    del a.other
+    a.size
+
+
+def in_a_choice(a: Any, b: Any) -> None:
+    a.size = 1
+    (a if b else b).size
+
+
+FIRST: dict[Any, bool] = {
+    in_one_branch: True,
+    in_both_branches: False,
+    in_another_object: True,
+    behind_a_return: True,
+    in_a_loop: True,
+    for_each_item: False,
+    of_an_item_before: True,
+    through_a_part_that_is_replaced: True,
+    through_a_part: False,
+    added_to: False,
+    added_to_first: True,
+    within_with: False,
+    where_an_exception_ends: False,
+    deleted: False,
+    in_a_choice: True,
+}
+"""Functions, and whether `size` may be read before it is written."""
+
+
+@pytest.mark.parametrize("function", FIRST, ids=lambda one: one.__name__)
+def test_a_name_is_loaded_first(function: Callable[..., Any]) -> None:
+    assert (("attribute", "size") in loaded_first(function.__code__)) == FIRST[function]
+
+
+def test_globals_and_closure_variables_are_told_apart() -> None:
+    size = 1
+
+    def function(a: Any) -> Any:
+        nonlocal size
+        global LIMIT
+        a.size = a.LIMIT = a
+        if a:
+            LIMIT = size
+        size = LIMIT
+
+    assert loaded_first(function.__code__) >= {("cell", "size"), ("global", "LIMIT")}
+    assert not {("attribute", "size"), ("attribute", "LIMIT")} & loaded_first(function.__code__)
+
+
+class Net(nn.Module):
+    """A layer with a number that one of its ways sets before it is read, and another one after."""
+
+    def __init__(self, *, resets: bool) -> None:
+        super().__init__()
+        self.layer, self.resets, self.factor = nn.Linear(4, 4), resets, 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.resets:
+            self.factor = 1.0
+        h = self.layer(x) * self.factor
+        self.factor = 2.0
+        return h
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_number_of_another_way_is_that_of_the_call_before(*, resets: bool) -> None:
+    """The number is 2 from the second call on; a compiled step had that of the first."""
+    losses = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Net(resets=resets)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype=None)
+        call: Any = train if is_compiled else step
+        try:
+            losses.append([float(call(torch.ones(2, 4)).detach()) for _ in range(3)])
+        except amp_ir.errors.CaptureError as refused:
+            assert "changes attribute 'factor'" in str(refused) and not resets
+            return
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
