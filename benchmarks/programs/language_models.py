@@ -110,13 +110,6 @@ _SEQUENCES: dict[str, tuple[str, dict[str, object]]] = {
 }  # fmt: skip
 
 
-def _drop_states(model: torch.nn.Module) -> None:
-    """Drop what layers keep of a step for the next one, which does not read it in training."""
-    for module in model.modules():
-        if hasattr(module, "recurrent_states"):
-            module.recurrent_states = None
-
-
 def _quantizers_in_eval(model: torch.nn.Module) -> None:
     """Let the ranges of activations be, which only a quantized model reads."""
     for module in model.modules():
@@ -135,9 +128,6 @@ def _variants() -> list[Program]:
                     "LongformerForMaskedLM", masks, kind=encoder, **_ENCODERS["Longformer"]),
         transformer("IBert: masked LM, ranges kept", "IBertConfig", "IBertForMaskedLM", masked,
                     kind=encoder, at_start=_quantizers_in_eval, **_ENCODERS["IBert"]),
-        transformer("RecurrentGemma, states dropped", "RecurrentGemmaConfig",
-                    "RecurrentGemmaForCausalLM", language, kind="decoder", at_end=_drop_states,
-                    **_DECODERS["RecurrentGemma"][1]),
         transformer("LED, no padding", "LEDConfig", "LEDForConditionalGeneration",
                     without_padding(sequences), kind="encoder-decoder", **_LED),
     ]  # fmt: skip

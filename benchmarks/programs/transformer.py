@@ -105,12 +105,11 @@ def transformer(
     loss: Callable[[Any], torch.Tensor] = loss_of,
     lr: float = 0.05,
     at_start: Callable[[torch.nn.Module], None] = lambda _model: None,
-    at_end: Callable[[torch.nn.Module], None] = lambda _model: None,
     **options: Any,
 ) -> Program:
     """Return the program that trains a model of transformers with SGD and momentum.
 
-    `at_start` is done to the model before it trains, `at_end` as the last of each step.
+    `at_start` is done to the model before it trains.
     """
 
     def make(precision: Precision) -> Made:
@@ -124,7 +123,6 @@ def transformer(
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
-            at_end(net)
             return value.detach()
 
         return Made(net, optimizer, step, lambda k: (batch(k),))
