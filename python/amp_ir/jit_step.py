@@ -109,6 +109,7 @@ class JitStep:
         self._compile_seconds = 0.0
         self._warned: set[str] = set()
         self._number_changes: collections.Counter[str] = collections.Counter()
+        self._changed_tensors: set[str] = set()
         self._changing_arguments = ChangingArguments()
         # One for all programs: dropout continues from one shape's program to another's.
         self._random_state: torch.Tensor | None = None
@@ -452,11 +453,14 @@ class JitStep:
         matching = self._variants.matching(signature)
         if matching is not None:
             self._number_changes.update(matching.guards.changed_numbers())
+            self._changed_tensors.update(matching.guards.changed_tensors())
         changes = self._number_changes + self._changing_arguments.counts(signature)
         names = [name for name, count in changes.items() if count >= _CHANGES_TO_INPUT]
-        if not names:
-            return self._trace_options
-        return {**self._trace_options, "numbers_as_inputs": frozenset(names)}
+        inputs = {
+            "numbers_as_inputs": frozenset(names),
+            "tensors_as_inputs": frozenset(self._changed_tensors),
+        }
+        return {**self._trace_options, **{key: those for key, those in inputs.items() if those}}
 
 
 def _take_names(made: JitStep, step: Callable[..., Any]) -> None:

@@ -108,16 +108,20 @@ def trace_unchanged(
     optimizer: Optimizers = None,
     scaler: Any = None,
     numbers_as_inputs: frozenset[str] = frozenset(),
+    tensors_as_inputs: frozenset[str] = frozenset(),
     rolls_loops: bool = True,
     ranks: Ranks | None = None,
 ) -> StepModule:
     """Capture a step as `trace_step` does, and leave its ops as they were captured.
 
-    Without `rolls_loops` the steps of the user's loops stay single ops.
+    `tensors_as_inputs` are names of places outside of the step, as the `changed_tensors` of its
+    hooks gives them, whose tensors are read at every call. Without `rolls_loops` the steps of the
+    user's loops stay single ops.
     """
     if ranks is None and optimizer is not None:
         warn_of_ranks_apart()
-    owners = {"model": model, "optimizer": optimizer, "rolls_loops": rolls_loops, "ranks": ranks}
+    owners: dict[str, Any] = {"model": model, "optimizer": optimizer, "ranks": ranks}
+    owners |= {"rolls_loops": rolls_loops, "tensors_as_inputs": tensors_as_inputs}
     if scaler is not None:
         mod = _imported(step, example_batch, numbers_as_inputs, {**owners, "scaler": scaler})
     else:

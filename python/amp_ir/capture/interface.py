@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_ir.capture.dense_tensors import DenseReader, is_dense
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
-from amp_ir.capture.guards.kept_results import CarriedTensors, KeptReader
+from amp_ir.capture.guards.read_places import PlaceReader, ReadPlaces
 from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.scalar_nodes import ScalarNodes
 from amp_ir.capture.state import GradientReader, State, StateTensor
@@ -80,7 +80,7 @@ class _Finishing:
     ) -> None:
         self._graph = graph
         self._traced = traced
-        self._readers = CarriedTensors(traced.kept).readers
+        self._readers = ReadPlaces(traced.read_places).readers
         self._state = state
         self._hypers = hypers
         self._batch = batch
@@ -126,7 +126,7 @@ class _Finishing:
 
     def _source_of(
         self, entry: StateTensor
-    ) -> torch.Tensor | GradientReader | DenseReader | KeptReader:
+    ) -> torch.Tensor | GradientReader | DenseReader | PlaceReader:
         """Return the tensor that the graph reads; a gradient's is looked up at every call."""
         if (reader := self._readers.get(id(entry.tensor))) is not None:
             return reader

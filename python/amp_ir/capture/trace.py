@@ -29,6 +29,7 @@ from amp_ir.capture.cell_loops.find_cell_loops import find_cell_loops
 from amp_ir.capture.functional import make_functional
 from amp_ir.capture.guards.ambient import Ambient
 from amp_ir.capture.guards.call_hooks import CaptureGuards
+from amp_ir.capture.guards.read_places import places_named, readable
 from amp_ir.capture.hyper_parameters import find_hyper_parameters
 from amp_ir.capture.interface import finish
 from amp_ir.capture.model_inputs import bound_inputs, forward_like, mapping_by_position
@@ -75,6 +76,7 @@ def capture_step(
     scaler: object = None,
     numbers_as_inputs: frozenset[str] = frozenset(),
     unfollowed: frozenset[str] = frozenset(),
+    tensors_as_inputs: frozenset[str] = frozenset(),
     rolls_loops: bool = True,
     ranks: Ranks | None = None,
 ) -> CapturedStep:
@@ -91,6 +93,9 @@ def capture_step(
             call instead of guarded; those that decide a branch or a size stay guards, and a note
             says so.
         unfollowed: names of those that are known to be no inputs.
+        tensors_as_inputs: names, as `changed_tensors` gives them, of places outside of the step
+            whose tensors are to be read at every call, whichever they are then; those that are of
+            the state, or whose values Python code reads, stay guards.
         rolls_loops: make loops of ops that repeat; not for a proof of what padding does.
         ranks: the replicas among the models, whose gradients are reduced over ranks.
 
@@ -113,6 +118,7 @@ def capture_step(
                 written,
                 numbers_as_inputs,
                 unfollowed,
+                tensors_as_inputs,
                 rolls_loops=rolls_loops,
                 ranks=ranks,
             )
@@ -130,6 +136,7 @@ def _captured(
     written: Sequence[tuple[torch.Tensor, str]],
     numbers_as_inputs: frozenset[str],
     unfollowed: frozenset[str],
+    tensors_as_inputs: frozenset[str],
     *,
     rolls_loops: bool,
     ranks: Ranks | None,
@@ -155,6 +162,9 @@ def _captured(
         check_hypers = traces.check_hypers(tracer, traced, numbers)
         equal_flags = traces.equal_flags(tracer, traced)
         mode, observer, tape = tracer.mode, tracer.observer, tracer.tape
+        if tensors_as_inputs:
+            places = readable(places_named(tensors_as_inputs, observer), state, observer)
+            traced = traced.with_inputs(places)
         traced = lift_outside_tensors(traced, state, observer.objects.tensors, mode)
         graph = make_functional(traced.graph, traced.inputs, tape, mode)
         if traced.assigns_parts:
@@ -197,6 +207,7 @@ def _captured(
             recompile_reason=capture_guards.recompile_reason,
             is_over=capture_guards.is_over,
             changed_numbers=capture_guards.changed_numbers,
+            changed_tensors=capture_guards.changed_tensors,
             take_numbers=arguments.take,
             followed=arguments.followed,
             follow_changes=lambda args, named: traced.changes.follow(

@@ -13,6 +13,8 @@ from amp_ir.capture.batch import Results
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.kept_results import KeptResult
 from amp_ir.capture.guards.left_values import InitialValues, Left, StoredValue, in_full
+from amp_ir.capture.guards.places import Place
+from amp_ir.capture.guards.read_places import ReadPlace
 from amp_ir.capture.guards.state_reads import StateReads
 from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
@@ -48,6 +50,7 @@ class Traced:
     `shown_at` the step turned tensors to text. `assigns_parts` says that it assigned views to the
     data of tensors. `initial_values` is what its first call leaves in
     the user's objects, `stored` what each call does, and `kept` those of its results.
+    `read_places` are places whose tensors it reads at each call, whichever they are.
     """
 
     graph: torch.fx.GraphModule
@@ -70,20 +73,24 @@ class Traced:
     initial_values: InitialValues = InitialValues()
     stored: tuple[StoredValue, ...] = ()
     kept: tuple[KeptResult, ...] = ()
+    read_places: tuple[ReadPlace, ...] = ()
     sends_buffers: tuple[bool, ...] = ()
     flags: GradientFlags | None = None
 
-    def kept_from_before(self) -> tuple[KeptResult, ...]:
-        """Return what this trace keeps, read at each call where it found tensors there.
+    def with_kept_inputs(self) -> Traced:
+        """Return the trace that reads, at each call, what it keeps where it found tensors.
 
         Where it found others, as None, it is a step of the first call alone.
         """
-        return tuple(
-            attrs.evolve(one, is_carried=one.holds_tensors, is_read=one.holds_tensors)
-            if one.is_read
-            else one
-            for one in self.kept
-        )
+        read = tuple(ReadPlace(one.place) for one in self.kept if one.is_read and one.held_tensors)
+        kept = (attrs.evolve(one, is_read=one.is_read and one.held_tensors) for one in self.kept)
+        return attrs.evolve(self, kept=tuple(kept), read_places=read)
+
+    def with_inputs(self, places: Sequence[Place]) -> Traced:
+        """Return the trace that reads the tensors of some places at each call."""
+        known = {one.key for one in self.kept} | {one.key for one in self.read_places}
+        more = (ReadPlace(one) for one in places if (id(one.holder), one.key) not in known)
+        return attrs.evolve(self, read_places=(*self.read_places, *more))
 
     def kept_beside(self, first: Sequence[KeptResult]) -> tuple[KeptResult, ...]:
         """Return what this trace keeps that found what the `first` one has kept."""

@@ -124,7 +124,7 @@ class Traces:
             second = attrs.evolve(second, graph=with_tensors_before(second.graph, examples))
             if not is_same_graph(traced, tracer.tape, second, other.tape):
                 raise effects.kept_error()
-        return tracer, attrs.evolve(traced, kept=traced.kept_from_before())
+        return tracer, traced.with_kept_inputs()
 
     def _check_tables(self, effects: SideEffects, numbers: frozenset[str], **how: Any) -> None:
         """Check that the step leaves the tables alone that it made, once they are there."""

@@ -145,6 +145,7 @@ class StepHooks:
     `is_over()`: whether the guards will not hold again, as after the optimizer's first step.
     `changed_numbers()`: the names of the Python numbers outside of the step that are guarded, have
     another value now, and can be inputs of the next capture (`trace_step(numbers_as_inputs=...)`).
+    `changed_tensors()`: likewise, of places outside of the step whose tensors were replaced.
     `take_numbers(plain)`: takes the plain values among the arguments of a call, in order, before
     `recompile_reason` is asked; `followed` are the positions of those that are read from there.
     `follow_changes(args, named)`: change a call's arguments, after its run, as the step does.
@@ -161,6 +162,7 @@ class StepHooks:
     recompile_reason: Callable[[], str] = _no_change
     is_over: Callable[[], bool] = _never
     changed_numbers: Callable[[], tuple[str, ...]] = _no_numbers
+    changed_tensors: Callable[[], tuple[str, ...]] = _no_numbers
     take_numbers: Callable[[Sequence[Any]], None] = _take_none
     followed: frozenset[int] = frozenset()
     follow_changes: Callable[[tuple[Any, ...], Mapping[str, Any]], None] = _leave

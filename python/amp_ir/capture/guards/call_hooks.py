@@ -15,7 +15,7 @@ from amp_ir.capture.guards.entries import GuardedEntries
 from amp_ir.capture.guards.followed_hypers import computes_with_hypers
 from amp_ir.capture.guards.followed_numbers import FollowedNumber
 from amp_ir.capture.guards.gradient_flags import GradientFlags
-from amp_ir.capture.guards.kept_results import CarriedTensors
+from amp_ir.capture.guards.kept_results import KeptResult
 from amp_ir.capture.guards.left_values import InitialValues
 from amp_ir.capture.guards.modules import GuardedModules, GuardedParameters
 from amp_ir.capture.guards.objects import GuardedObjects, Tier
@@ -23,6 +23,7 @@ from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.optimizer_methods import GuardedOptimizerMethods
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.param_groups import GuardedGroups
+from amp_ir.capture.guards.read_places import ReadPlace, ReadPlaces
 from amp_ir.capture.guards.watch import watch
 from amp_ir.capture.hyper_parameters import HyperParameter
 from amp_ir.capture.interface import Interface
@@ -86,8 +87,9 @@ class CaptureGuards:
         if traced.initial_values.left:
             self._initial_values = traced.initial_values
         self._installed: set[int] = set()
-        self._read = [one for one in traced.kept if one.is_read]
-        self._carried = CarriedTensors(traced.kept)
+        self._read: list[KeptResult | ReadPlace] = [one for one in traced.kept if one.is_read]
+        self._read += traced.read_places
+        self._read_places = ReadPlaces(traced.read_places)
         self._objects = GuardedObjects(
             observer,
             frozenset(number.name for number in numbers),
@@ -188,6 +190,11 @@ class CaptureGuards:
         """Return the names of guarded Python numbers that changed and could be inputs."""
         return self._objects.changed_numbers()
 
+    def changed_tensors(self) -> tuple[str, ...]:
+        """Return the names of guarded places that hold other tensors, which could be inputs."""
+        read = (one.place.name() for one in self._read_places.places)
+        return (*self._objects.changed_tensors(), *read)
+
     def install_state(self) -> None:
         """Put the optimizer state that the capture made where the optimizer keeps it."""
         for index, parameter, key, tensor in self._interface.fresh:
@@ -247,11 +254,11 @@ class CaptureGuards:
                 scaler.check_limits()
 
     def _kept_holds(self) -> bool:
-        return all(one.holds() for one in self._read) and self._carried.hold()
+        return all(one.holds() for one in self._read) and self._read_places.hold()
 
     def _changed_kept(self) -> Iterator[str]:
         yield from (one.change() for one in self._read if not one.holds())
-        if not self._carried.hold():
+        if not self._read_places.hold():
             yield "places that held one tensor hold several"
 
     @staticmethod

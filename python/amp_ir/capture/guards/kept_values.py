@@ -23,17 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from amp_ir.capture.alias_sets import shared_memory
 from amp_ir.capture.batch import Results, unusable_result
 from amp_ir.capture.containers import flatten
-from amp_ir.capture.guards.kept_results import KeptResult, tensors_in
+from amp_ir.capture.guards.kept_results import KeptResult
 from amp_ir.capture.guards.left_values import Left
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import Place, is_plain
+from amp_ir.capture.guards.read_places import readable, tensors_in
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.traced_node import traced_node
 from amp_ir.host.held_values import each_held
 from amp_ir.ir.location import Location
-from amp_ir.ir.memory_overlap import storage_address
 from amp_ir.ir.step_module import Role
 
 KEEP_COPY = "Keep a copy of it (.clone()), or read it there after the call"
@@ -130,31 +130,11 @@ class KeptValue:
 
 
 def are_carried(kept: Sequence[KeptValue], state: State, observer: Observer) -> bool:
-    """Return whether a program can read, at each call, what the one before has kept there.
-
-    It holds tensors alone, which no other places hold, and whose values no Python code has read.
-    """
-    own = {storage_address(one.tensor) for one in state.tensors if one.tensor.numel()}
-    read = {id(tensor) for tensor, _, _ in observer.read_values.values()}
-    held: set[int] = set()
-    places = {(id(one.holder), one.key): one for one in observer.objects.places.values()}
-    own_places = {one.key for one in kept}
-    holders = {id(one.place.holder) for one in kept}
-    for key, place in places.items():
-        if key not in own_places and id(place.before) not in holders:
-            held.update(map(id, tensors_in(place.before)))
-    for contents in observer.objects.contents.values():
-        if id(contents.target) not in holders:
-            held.update(id(one) for one in contents.before if isinstance(one, torch.Tensor))
-    for one in kept:
-        if one.made or not all(isinstance(leaf, FakeTensor) for leaf in one.leaves):
-            return False
-        for tensor in tensors_in(one.place.before):
-            address = storage_address(tensor) if tensor.numel() else None
-            is_plain_tensor = not (tensor.requires_grad or tensor.is_complex())
-            if not is_plain_tensor or address in own or id(tensor) in read or id(tensor) in held:
-                return False
-    return True
+    """Return whether a program can read, at each call, what the one before has kept there."""
+    are_tensors = (isinstance(leaf, FakeTensor) for one in kept for leaf in one.leaves)
+    if any(one.made for one in kept) or not all(are_tensors):
+        return False
+    return len(readable([one.place for one in kept], state, observer)) == len(kept)
 
 
 def are_read(examples: Sequence[Left], module: torch.fx.GraphModule, observer: Observer) -> bool:

@@ -28,6 +28,7 @@ from amp_ir.capture.guards.places import (
     is_number,
     is_same,
 )
+from amp_ir.capture.guards.read_places import tensors_in
 
 # Numbers of a tensor that are told one by one.
 _MOST_SHOWN = 8
@@ -130,6 +131,27 @@ class GuardedObjects:
             and (name := place.name()) not in self._fixed
         )
 
+    def changed_tensors(self) -> tuple[str, ...]:
+        """Return the names of places and entries that hold other tensors now."""
+        places = [
+            one
+            for one in self._changed_places()
+            if tensors_in(one.before) and type(one.now()) is type(one.before)
+        ]
+        entries = [
+            self._item(contents, key, before)
+            for contents in self._contents
+            if isinstance(contents.target, (dict, list))
+            for key, before in contents.by_key().items()
+            if isinstance(before, torch.Tensor)
+        ]
+        changed = [
+            one
+            for one in entries
+            if isinstance(now := one.now(), torch.Tensor) and now is not one.before
+        ]
+        return tuple(one.name() for one in (*places, *changed))
+
     def _changed_places(self) -> Iterator[Place]:
         for places in self._entries.values():
             yield from (one for one in places if not is_same(one.now(), one.before))
@@ -151,7 +173,8 @@ class GuardedObjects:
     @staticmethod
     def _item(contents: Contents, key: int, before: Any) -> Place:
         def name() -> str:
-            return f"item {in_words(key)} of {contents.name()}"
+            word = "entry" if isinstance(contents.target, dict) else "item"
+            return f"{word} {in_words(key)} of {contents.name()}"
 
         return Place(contents.target, "entry", key, name, before)
 
