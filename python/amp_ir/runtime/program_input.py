@@ -82,8 +82,8 @@ class ProgramInput:
         return self._view_of(self.source)
 
     def _on_gpu(self, value: torch.Tensor) -> tvm.runtime.Tensor:
-        """Return a number on the GPU, written when it has changed: a launch, without waiting."""
-        if value.dim():
+        """Return a value on the GPU, without waiting; a number is written when it has changed."""
+        if value.dim() or value.device == self.device:
             return self._copied_to_gpu(value)
         return self._view_of_number(float(value))
 
