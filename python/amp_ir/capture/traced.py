@@ -92,11 +92,15 @@ class Traced:
         more = (ReadPlace(one) for one in places if (id(one.holder), one.key) not in known)
         return attrs.evolve(self, read_places=(*self.read_places, *more))
 
-    def kept_beside(self, first: Sequence[KeptResult]) -> tuple[KeptResult, ...]:
-        """Return what this trace keeps that found what the `first` one has kept."""
+    def kept_beside(
+        self, first: Sequence[KeptResult], *, any_shape: bool
+    ) -> tuple[KeptResult, ...]:
+        """Return what this trace keeps that found examples of what the `first` one has kept."""
         before = {one.key: one.place.before for one in first}
         return tuple(
-            attrs.evolve(one, accepted=(one.place.before, before[one.key])) if one.is_read else one
+            attrs.evolve(one, accepted=(one.place.before, before[one.key]), any_shape=any_shape)
+            if one.is_read
+            else one
             for one in self.kept
         )
 

@@ -28,6 +28,7 @@ from amp_ir.capture.guards.kept_values import (
     are_carried,
     are_read,
     has_graph_from_before,
+    shapes_are_asked,
     with_tensors_before,
 )
 from amp_ir.capture.guards.left_values import InitialValues, Left
@@ -113,7 +114,8 @@ class Traces:
         if is_same and not is_read and not other.effects.left and other.effects.keeps_as(effects):
             left = _initial_values(tracer, [*effects.left, *in_place])
             if left is not None:
-                kept = second.kept_beside(traced.kept)
+                any_shape = not shapes_are_asked(examples, other.observer)
+                kept = second.kept_beside(traced.kept, any_shape=any_shape)
                 return other, attrs.evolve(second, initial_values=left, kept=kept)
         if effects.left or effects.tables.all:
             raise effects.kept_error()

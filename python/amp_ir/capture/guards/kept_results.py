@@ -19,7 +19,8 @@ class KeptResult:
 
     `is_read` says that the step may read the place before. `accepted` are an example of what a call
     puts there, and what was there before the first one, for which the step is the same; it is empty
-    where the step reads nothing there, or reads what is there as an input.
+    where the step reads nothing there, or reads what is there as an input. `any_shape` says that it
+    asks nothing there for its shape.
     """
 
     place: Place
@@ -27,6 +28,7 @@ class KeptResult:
     in_words: str
     is_read: bool
     accepted: tuple[Any, ...] = ()
+    any_shape: bool = False
 
     @property
     def key(self) -> tuple[int, Any]:
@@ -53,10 +55,10 @@ class KeptResult:
             return True
         example, before = self.accepted
         now = self.place.now()
-        if is_same(now, before) or _shapes(now) == _shapes(example) and self._is_like(now):
+        if is_same(now, before):
             return True
-        # Where the step was the same for two shapes, it does not ask for the shape.
-        return self._is_like(before) and self._is_like(now)
+        fits = self.any_shape or _shapes(now) in (_shapes(example), _shapes(before))
+        return fits and self._is_like(now)
 
     def change(self) -> str:
         """Describe what is there now, and was not."""

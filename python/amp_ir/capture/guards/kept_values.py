@@ -28,6 +28,7 @@ from amp_ir.capture.guards.left_values import Left
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import Place, is_plain
 from amp_ir.capture.guards.read_places import readable, tensors_in
+from amp_ir.capture.guards.unread_number import UnreadNumber
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import SymbolicFloat
@@ -43,8 +44,6 @@ _UPDATE = (
     "kept.copy_(value)"
 )
 _DETACH = "Keep it detached (h.detach()): its graph is that of the call before"
-# Of a number that the call before has kept: none that a step computes with.
-_NO_NUMBER = 0.6180339887498949
 
 
 @attrs.frozen(eq=False)
@@ -139,10 +138,19 @@ def are_carried(kept: Sequence[KeptValue], state: State, observer: Observer) -> 
 
 def are_read(examples: Sequence[Left], module: torch.fx.GraphModule, observer: Observer) -> bool:
     """Return whether a trace that found examples computes with one, or reads its values."""
-    own = {id(tensor) for one in examples for tensor in tensors_in(one.value)}
+    leaves = [leaf for one in examples for leaf in flatten(one.value)[0]]
+    if any(type(leaf) is UnreadNumber and leaf.was_read for leaf in leaves):
+        return True
+    own = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     constants = (node for node in module.graph.nodes if node.op == "get_attr")
     read = {id(getattr(module, str(node.target))) for node in constants}
     return bool(own & (read | observer.read_values.keys()))
+
+
+def shapes_are_asked(examples: Sequence[Left], observer: Observer) -> bool:
+    """Return whether code that a trace ran may ask examples for their shapes."""
+    own = {id(tensor) for one in examples for tensor in tensors_in(one.value)}
+    return observer.readings.are_of(own)
 
 
 def has_graph_from_before(kept: KeptValue) -> bool:
@@ -273,7 +281,7 @@ def _is_leaf(value: Any) -> bool:
 
 def _example(leaf: Any) -> Any:
     if isinstance(leaf, _NUMBERS):
-        return _NO_NUMBER
+        return UnreadNumber()
     if not isinstance(leaf, torch.Tensor):
         return leaf
     made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)

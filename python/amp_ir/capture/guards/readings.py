@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from typing import Any
 
 import attrs
@@ -37,6 +37,10 @@ class Readings:
     ) -> None:
         """Add a value that is known."""
         self._found[key] = _Reading(name, read, before)
+
+    def are_of(self, ids: Container[int]) -> bool:
+        """Return whether one is of an object with one of these ids, which its key begins with."""
+        return any(isinstance(key, tuple) and key[0] in ids for key in self._found)
 
     def hold(self) -> bool:
         """Return whether all values are as they were."""
