@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import tvm
+import tvm_ffi
 from torch import nn
 
 import amp_ir
@@ -74,8 +75,10 @@ def test_merged_kernels_give_the_same_bits(
     assert all(map(torch.equal, merged, apart))
 
 
-def lowered(monkeypatch: pytest.MonkeyPatch, *, is_scaled: bool) -> tuple[Any, Any]:
-    """The step's IR before and after merging."""
+def lowered(
+    monkeypatch: pytest.MonkeyPatch, *, is_scaled: bool = False, made: tuple[Any, ...] | None = None
+) -> tuple[Any, Any]:
+    """The IR of a step, by default that of `training`, before and after merging."""
     seen = []
 
     def merge(ir: tvm.IRModule, merger: Merger) -> tvm.IRModule:
@@ -83,9 +86,9 @@ def lowered(monkeypatch: pytest.MonkeyPatch, *, is_scaled: bool) -> tuple[Any, A
         return seen[1]
 
     monkeypatch.setattr(write_kernels, "fuse_horizontally", merge)
-    model, made, scaler, step = training("AdamW", is_scaled=is_scaled)
+    model, optimizer, scaler, step = made or training("AdamW", is_scaled=is_scaled)
     mod, _ = amp_ir.trace_step(
-        step, (torch.randn(8, 24),), model=model, optimizer=made, scaler=scaler
+        step, (torch.randn(8, 24),), model=model, optimizer=optimizer, scaler=scaler
     )
     pipeline.lower(mod)
     return tuple(seen)
@@ -109,6 +112,36 @@ def test_no_merged_kernel_has_too_many_parameters(monkeypatch: pytest.MonkeyPatc
     made = [f for variable, f in after.functions.items() if variable.name_hint not in known]
     assert len(made) > 3
     assert all(len(function.params) <= 40 for function in made)
+
+
+def distinct_merged(monkeypatch: pytest.MonkeyPatch, layers: int) -> tuple[int, int]:
+    """The number of merged kernels of a deep network, and of the functions among them."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(layers))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    before, after = lowered(monkeypatch, made=(model, optimizer, None, step))
+    known = {variable.name_hint for variable in before.functions}
+    merged = [f for variable, f in after.functions.items() if variable.name_hint not in known]
+    hashes = {tvm_ffi.structural_hash(one.without_attr("global_symbol")) for one in merged}
+    return len(merged), len(hashes)
+
+
+def test_a_deeper_model_has_more_launches_of_the_same_functions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(merge_tasks, "MOST_PARAMETERS", 40)
+    launches, functions = distinct_merged(monkeypatch, 9)
+    more_launches, more_functions = distinct_merged(monkeypatch, 17)
+    # Weights, vectors, and two mixtures of what is left.
+    assert (functions, more_functions) == (4, 4)
+    assert 4 < launches < more_launches
 
 
 def test_a_large_kernel_stays_where_its_gradient_is_used_up(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import attrs
 import tvm
@@ -86,6 +87,8 @@ class Call:
     places: tuple[int, ...] = ()
     # Read once from the function: each access to a TVM array costs a call.
     _pairs: tuple[tuple[int, int], ...] | None = attrs.field(default=None, init=False)
+    # Of a kernel: what `overwritten_by` returns, by the id of the result.
+    _sources: dict[int, list[int]] | None = attrs.field(default=None, init=False)
     _symbol: str = attrs.field(default="", init=False)
     # What rerun_cost.py estimated: a library call is read from TVM for it.
     rerun_milliseconds: float | None = attrs.field(default=None, init=False)
@@ -139,6 +142,16 @@ class Call:
             pairs = noted[INPLACE] if INPLACE in noted else ()
             self._pairs = tuple((int(pair[0]), int(pair[1])) for pair in pairs)
         return self._pairs
+
+    def overwritten_by(self, result: Buffer) -> Sequence[int]:
+        """Return the arguments that a result may be written over."""
+        if self.function is None:
+            return [source for k, source in self.inplace_pairs() if self.results[k] is result]
+        if self._sources is None:
+            self._sources = {}
+            for k, source in self.inplace_pairs():
+                self._sources.setdefault(id(self.results[k]), []).append(source)
+        return self._sources.get(id(result), ())
 
     def _library_pairs(self) -> tuple[tuple[int, int], ...]:
         """Return `inplace_pairs`, except where the library reads the argument twice."""

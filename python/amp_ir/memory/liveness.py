@@ -80,11 +80,11 @@ class Liveness:
 
     def last_read(self, buffer: Buffer, besides: Call | None = None) -> int:
         """Return the last position at which a call reads it, other than `besides`; -1 for none."""
-        last = -1
-        for reader in self.readers.get(id(buffer), ()):
-            if reader is not besides:
-                last = max(last, self.position[id(reader)])
-        return last
+        readers = self.readers.get(id(buffer), ())
+        if besides is not None:
+            readers = [one for one in readers if one is not besides]
+        # Asked a hundred thousand times for a deep model: the loop runs in C.
+        return max(map(self.position.__getitem__, map(id, readers)), default=-1)
 
     def ends(self, buffer: Buffer) -> int:
         """Return the last position at which it is alive; len(calls) for a result of the step."""
@@ -191,12 +191,12 @@ class Liveness:
     def _count(self, buffers: Iterable[Buffer], sign: int) -> None:
         """Add the bytes of values to their first and last call, or subtract them."""
         for buffer in buffers:
-            for call in self.readers.get(id(buffer), ()):
-                self._stale[id(call)] = call
             writer = self.writer.get(id(buffer))
             if writer is None:
-                continue
+                continue  # an input, whose bytes no result takes over
             self._stale[id(writer)] = writer
+            for call in self.readers.get(id(buffer), ()):
+                self._stale[id(call)] = call
             nbytes = self._nbytes[id(buffer)]
             if nbytes:
                 self._begins[self.position[id(writer)]] += sign * nbytes

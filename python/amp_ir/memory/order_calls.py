@@ -7,7 +7,7 @@ from amp_ir.memory.buffers import Buffer, Call
 from amp_ir.memory.liveness import Liveness
 from amp_ir.memory.order_collectives import collective_order
 
-# Each round enables the next one's moves; training steps need two or three.
+# Each round enables the next one's moves. After two or three, some calls move back and forth.
 _MAX_ROUNDS = 8
 
 
@@ -30,9 +30,15 @@ def order_calls(live: Liveness, *, together: bool = False) -> None:
     """
     most = live.most
     moves = _Moves(live, together=together)
-    for _ in range(_MAX_ROUNDS):
-        if not moves.round():
-            break
+    left = _MAX_ROUNDS
+    left_at: dict[tuple[int, ...], int] = {}
+    while left and moves.round():
+        left -= 1
+        order = tuple(map(id, live.program.calls))
+        if order in left_at:
+            # A round depends on the order alone: of those that repeat, only a part is left.
+            left %= left_at[order] - left
+        left_at[order] = left
     live.find_destinations()
     if live.most > most:
         moves.undo()

@@ -80,10 +80,11 @@ class _Finder:
         if self.live.written(value) < self.last_wait:
             # If the exchange fails, the step has changed nothing: the value is copied at the end.
             return False
-        if self.live.last_read(target) > self.live.written(value):
-            return False
+        last, written = self.live.last_read(target), self.live.written(value)
+        if last != written:
+            return last < written
         call = self.live.writer[id(value)]
-        allowed = {source for k, source in call.inplace_pairs() if call.results[k] is value}
+        allowed = call.overwritten_by(value)
         return all(k in allowed for k, one in enumerate(call.arguments) if one is target)
 
     def _written_over(self, value: Buffer) -> Buffer | None:
@@ -92,9 +93,9 @@ class _Finder:
         if call.collective:
             # What is sent stays in its bucket; what is received may be copied out of it.
             return None
-        for k, source in call.inplace_pairs():
+        for source in call.overwritten_by(value):
             old = call.arguments[source]
-            if call.results[k] is not value or not isinstance(old, Buffer):
+            if not isinstance(old, Buffer):
                 continue
             is_known = self.live.is_held_at_end(old) or id(old) in self.found.output_of
             dies = self.live.written(old) >= 0 and self.live.ends(old) == self.live.written(value)

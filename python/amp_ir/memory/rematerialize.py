@@ -127,7 +127,9 @@ class _Round:
         self.budget = arena_bytes
         self.counts = np.array([id(call) not in stuck for call in self.calls], dtype=bool)
         self.held = self.live.at * self.counts
+        self.excess = self._excess(self.held)
         self.touched: set[int] = set()
+        self._uses: dict[int, _Uses] = {}
         self.inserted: dict[int, list[Call]] = {}
         self.replaced: list[tuple[Call, dict[int, Buffer]]] = []
 
@@ -158,24 +160,34 @@ class _Round:
             dropped = [one for one in dropped if peak not in one.reads]
             if dropped:
                 reader = min(_next_read(one, peak) for one in dropped)
-                for keeps in (True, False):
-                    found += self._move(call, dropped, reader, peak, keeps)
+                found += self._alternatives(call, dropped, reader, peak)
         return found
 
     def uses(self, buffer: Buffer) -> _Uses:
-        """Return where a buffer is used in the present order."""
-        live = self.live
-        return _Uses(buffer, live.written(buffer), live.reads(buffer), live.ends(buffer))
+        """Return where a buffer is used at the start of the round."""
+        found = self._uses.get(id(buffer))
+        if found is None:
+            live = self.live
+            found = _Uses(buffer, live.written(buffer), live.reads(buffer), live.ends(buffer))
+            self._uses[id(buffer)] = found
+        return found
 
-    def _move(
-        self, call: Call, dropped: list[_Uses], reader: int, peak: int, keeps: bool
+    def _alternatives(
+        self, call: Call, dropped: list[_Uses], reader: int, peak: int
     ) -> list[_Move]:
-        """Return the move to run `call` again before `reader`; `keeps` prefers held arguments."""
-        chain = _Chain(self, reader, peak, keeps)
-        if not chain.add(call):
-            return []
-        spent = sum(rerun_milliseconds(one) for one in chain.calls)
-        return [_Move(call, dropped, reader, chain.calls, list(chain.extended.values()), spent)]
+        """Return the moves to run `call` again before `reader`: one that holds arguments, if that
+        makes a difference, and one that runs calls again instead.
+        """
+        found = []
+        for keeps in (True, False):
+            chain = _Chain(self, reader, peak, keeps)
+            if chain.add(call):
+                spent = sum(rerun_milliseconds(one) for one in chain.calls)
+                extended = list(chain.extended.values())
+                found.append(_Move(call, dropped, reader, chain.calls, extended, spent))
+            if not chain.has_kept:
+                break
+        return found
 
     def _weigh(self, move: _Move) -> np.ndarray | None:
         """Return the bytes held after the move, and its score; None where it gains nothing.
@@ -199,7 +211,7 @@ class _Round:
         needed += sum(one.buffer.nbytes for one in move.extended)
         if needed > max(self.budget, int(self.held.max()) - 1):
             return None
-        gain = self._excess(self.held) - self._excess(after) - max(0, needed - self.budget)
+        gain = self.excess - self._excess(after) - max(0, needed - self.budget)
         if gain <= 0:
             return None
         move.score = move.milliseconds / gain
@@ -216,7 +228,7 @@ class _Round:
         after = self._weigh(move)
         if after is None:
             return False
-        self.held = after
+        self.held, self.excess = after, self._excess(after)
         self.touched |= keys
         replaced: dict[int, Buffer] = {}
         again = [_run_again(call, replaced) for call in move.chain]
@@ -238,6 +250,8 @@ class _Chain:
         self.keeps = keeps
         self.calls: list[Call] = []
         self.extended: dict[int, _Uses] = {}
+        # Whether the chain is another one where it does not prefer held arguments.
+        self.has_kept = False
 
     def add(self, call: Call) -> bool:
         """Put a call after what it reads; return whether everything it reads can be had."""
@@ -269,6 +283,7 @@ class _Chain:
             return True
         costs_nothing = known.ends > self.peak or not self.round.live.nbytes(buffer)
         if costs_nothing or self.keeps:
+            self.has_kept |= not costs_nothing
             if not self.round.live.nbytes(buffer):
                 return False  # another value is written at its address
             self.extended[id(buffer)] = known

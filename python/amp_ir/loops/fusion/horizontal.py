@@ -144,20 +144,42 @@ class _Merging:
 
     def _write(self, members: list[_Call]) -> None:
         """Write the calls of one level, merged where their kernels can be."""
-        batches: list[list[_Call]] = [[]]
+        mergeable = []
         for one in members:
             if self.merger.body_of(one.function) is None:
                 self._bind(one.call, one.results)
-                continue
-            count = sum(len(other.function.params) for other in [*batches[-1], one])
-            if batches[-1] and count > self.merger.most_parameters():
-                batches.append([])
-            batches[-1].append(one)
-        for batch in batches:
+            else:
+                mergeable.append(one)
+        for batch in self._batches(mergeable):
             if len(batch) == 1:
                 self._bind(batch[0].call, batch[0].results)
-            elif batch:
+            else:
                 self._merge(batch)
+
+    def _batches(self, calls: list[_Call]) -> list[list[_Call]]:
+        """Divide calls into those of each launch.
+
+        Full batches of one kernel are one function, however many layers a model has; in the order
+        of the step, each batch would be another mixture, and LLVM would compile it.
+        """
+        most = self.merger.most_parameters()
+        by_kernel: dict[tvm.ir.GlobalVar, list[_Call]] = {}
+        for one in calls:
+            by_kernel.setdefault(one.call.args[0], []).append(one)
+        batches: list[list[_Call]] = []
+        left: list[_Call] = []
+        for alike in by_kernel.values():
+            size = max(1, most // len(alike[0].function.params))
+            full = len(alike) - len(alike) % size
+            batches += [alike[start : start + size] for start in range(0, full, size)]
+            left += alike[full:]
+        mixed: list[list[_Call]] = []
+        for one in left:
+            count = sum(len(other.function.params) for other in [*mixed[-1], one]) if mixed else 0
+            if not mixed or count > most:
+                mixed.append([])
+            mixed[-1].append(one)
+        return [*mixed, *batches]
 
     def _bind(self, call: relax.Call, results: list[relax.Var]) -> None:
         if len(results) == 1:
