@@ -175,8 +175,9 @@ class _Round:
     def _alternatives(
         self, call: Call, dropped: list[_Uses], reader: int, peak: int
     ) -> list[_Move]:
-        """Return the moves to run `call` again before `reader`: one that holds arguments, if that
-        makes a difference, and one that runs calls again instead.
+        """Return the moves to run `call` again before `reader`.
+
+        One holds its arguments; another one, where that differs, runs more calls again.
         """
         found = []
         for keeps in (True, False):
