@@ -354,3 +354,126 @@ def test_a_first_call_that_fails_leaves_no_table() -> None:
     assert (model.longest, model.built, model.mask) == (0, 0, None)
     train(torch.randn(4, 4), torch.tensor([3]))
     assert (model.longest, model.built) == (4, 1)
+
+
+class Turns(nn.Module):
+    """Keeps tables of angles of `frequencies`, a buffer or an attribute, in one of four ways."""
+
+    def __init__(self, how: str, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.how = how
+        frequencies = torch.tensor([1.0, 0.5, 0.2, 0.1])
+        if is_buffer:
+            self.register_buffer("frequencies", frequencies)
+        else:
+            self.frequencies = frequencies
+        self.length: int | None = None
+        self.table: torch.Tensor | None = None
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def make(self, length: int) -> torch.Tensor:
+        return torch.outer(torch.arange(length).type_as(self.frequencies), self.frequencies).cos()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = len(x)
+        if self.how == "dict":
+            if length not in self.kept:
+                self.kept[length] = self.make(length)
+            return self.layer(x) * self.kept[length]
+        is_short = self.table is None or len(self.table) < length
+        if {"same": length != self.length, "grows": is_short, "once": self.table is None}[self.how]:
+            self.length = length if self.how == "same" else None
+            self.table = self.make(9 if self.how == "once" else length)
+        assert self.table is not None
+        return self.layer(x) * self.table[:length]
+
+
+def turns_in_place(model: Any) -> None:
+    model.frequencies.mul_(3)
+
+
+def turns_anew(model: Any) -> None:
+    model.frequencies = model.frequencies * 3
+
+
+@pytest.mark.parametrize("change", [None, turns_in_place, turns_anew])
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("how", ["same", "grows", "once", "dict"])
+def test_tables_of_what_may_change_are_kept_as_they_were(
+    how: str, is_buffer: bool, change: Callable[[Any], None] | None
+) -> None:
+    """Those of buffers were refused; those of other tensors were as at the capture, or as now.
+
+    So `frequencies` changed after three calls gave other numbers than PyTorch, silently.
+    """
+    losses, tables = [], []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Turns(how, is_buffer=is_buffer)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(
+            x: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer
+        ) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        train = amp_ir.jit(step, model=model, optimizer=optimizer) if is_compiled else step
+        found = []
+        for count, length in enumerate((3, 3, 5, 3, 5, 6, 6)):
+            if count == 3 and change is not None:
+                change(model)
+            found.append(train(torch.ones(length, 4)))
+        losses.append(found)
+        tables.append((model.table, model.kept))
+    # Rounding of float32 sums in another order.
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(tables[1], tables[0], rtol=1e-6, atol=1e-7)
+
+
+def of_a_statistic(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    model.norm(X)
+    if not hasattr(model, "table"):
+        model.table = model.norm.running_mean * 2
+    return model.table
+
+
+def of_a_weight(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    if not hasattr(model, "table"):
+        model.table = model.weight.detach()[0] * 2
+    return model.table
+
+
+def of_a_buffer_in_each_call(model: Any, _held: dict[str, Any]) -> torch.Tensor:
+    model.table = model.norm.weight.detach() * 2
+    return model.table
+
+
+@pytest.mark.parametrize("keep", [of_a_statistic, of_a_weight, of_a_buffer_in_each_call])
+def test_what_is_made_of_what_the_step_writes_is_kept_as_in_pytorch(keep: Keep) -> None:
+    losses = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4)
+        model.norm = nn.BatchNorm1d(4)
+        model.norm.weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = (model(x) * keep(model, {})).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        train = (
+            amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype=None)
+            if is_compiled
+            else step
+        )
+        losses.append(torch.stack([train(X * k) for k in (1, 2, 3, 4)]))
+    # Rounding of float32 sums in another order.
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-7)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+import operator
+import types
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from amp_ir.capture.alias_sets import shared_memory
 # A mask of positions by positions, of 4096 tokens, is as large.
 _MOST_ELEMENTS = 2**24
 _MOST_NODES = 512
+_ATEN = ("aten", "prims")
+_EMPTY: Mapping[torch.fx.Node, torch.Tensor] = types.MappingProxyType({})
 aten = torch.ops.aten
 _LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
@@ -69,24 +73,34 @@ def outside_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def unguarded_value(
-    tensor: torch.Tensor, outside: list[torch.Tensor], *, most_nodes: int = _MOST_NODES
+    tensor: torch.Tensor,
+    outside: list[torch.Tensor],
+    *,
+    most_nodes: int = _MOST_NODES,
+    state: Mapping[torch.fx.Node, torch.Tensor] = _EMPTY,
 ) -> torch.Tensor | None:
     """Return what `constant_value` does, and note nothing.
 
-    The tensors from outside of the step that it is computed from are added to `outside`.
+    The tensors from outside of the step that it is computed from are added to `outside`. `state`
+    are inputs whose values are known too, and not written by the step; they are added as well.
     """
     mode = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     if mode is None or slot is None:
         return None
-    nodes = nodes_behind(slot.proxy.node, _is_constant, most_nodes=most_nodes)
+    nodes = nodes_behind(
+        slot.proxy.node, lambda node: node in state or _is_constant(node), most_nodes=most_nodes
+    )
     if nodes is None:
         return None
     root: Any = getattr(mode.tracer, "root", None)
     values: dict[torch.fx.Node, Any] = {}
     with _disable_current_modes(), torch.no_grad():
         for node in nodes:
-            if node.op == "get_attr":
+            if node in state:
+                outside.append(state[node])
+                values[node] = state[node].detach().clone()
+            elif node.op == "get_attr":
                 value = getattr(root, str(node.target))
                 if isinstance(value, FakeTensor):
                     return None
@@ -102,6 +116,32 @@ def unguarded_value(
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     found = values[slot.proxy.node]
     return found if isinstance(found, torch.Tensor) else None
+
+
+def nodes_of_state(
+    last: torch.fx.Node, state: Container[torch.fx.Node], *, most_nodes: int
+) -> list[torch.fx.Node] | None:
+    """Return the nodes that compute `last` of constants and of inputs that are `state`.
+
+    None if others do, or if the step writes to such an input.
+    """
+    nodes = nodes_behind(
+        last, lambda node: node in state or _is_computed_of_state(node), most_nodes=most_nodes
+    )
+    if nodes is None:
+        return None
+    memory = _memory_of_nodes(last.graph)
+    writes = [memory[node] for node in nodes if _is_mutable(node)]
+    is_written = any(one in state for each in writes for one in each)
+    return None if is_written else nodes
+
+
+def _is_computed_of_state(node: torch.fx.Node) -> bool:
+    """Return whether a node is a constant, or one of ATen's ops, which may run at the capture."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    is_aten = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _ATEN
+    return is_aten and computes_again(node, _MOST_ELEMENTS)
 
 
 def is_from_outside(node: torch.fx.Node) -> bool:

@@ -89,7 +89,13 @@ class Traced:
     def with_inputs(self, places: Sequence[Place]) -> Traced:
         """Return the trace that reads the tensors of some places at each call."""
         known = {one.key for one in self.kept} | {one.key for one in self.read_places}
-        more = (ReadPlace(one) for one in places if (id(one.holder), one.key) not in known)
+        # What the first call leaves is not there before it.
+        known |= {one.key for one in self.initial_values.left}
+        more = (
+            ReadPlace(one)
+            for one in places
+            if not {(id(one.holder), one.key), (id(one.holder), None)} & known
+        )
         return attrs.evolve(self, read_places=(*self.read_places, *more))
 
     def kept_beside(

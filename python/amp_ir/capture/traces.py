@@ -71,15 +71,30 @@ class Traces:
             self._check_tables(effects, numbers, symbolic=symbolic, others=others)
         if effects.unsure:
             return self._keeping(tracer, traced, numbers, symbolic=symbolic, others=others)
-        if not effects.left:
+        if not effects.left and not effects.tables.may_change:
             return tracer, traced
         if effects.tables.all:
             found = self._with_tables(tracer, traced, numbers, symbolic=symbolic, others=others)
             if found is not None:
                 return found
+        if effects.tables.of_state:
+            raise effects.tables.error_of_state()
+        if not effects.left:
+            return tracer, traced
+        return self._with_left(tracer, traced, numbers, symbolic=symbolic, others=others)
+
+    def _with_left(
+        self, tracer: StepTracer, traced: Traced, numbers: frozenset[str], **how: Any
+    ) -> tuple[StepTracer, Traced]:
+        """Return the trace that finds in place the plain values that the first one left.
+
+        Raises:
+            CaptureError: that is another step.
+        """
+        effects = tracer.effects
         with effects.again():
             try:
-                other, second = self._once(numbers, symbolic=symbolic, others=others)
+                other, second = self._once(numbers, **how)
             except CaptureError as error:
                 # Without the tables that the step makes beside what it leaves, any may follow.
                 raise effects.state_error() if effects.tables.all else error from None
@@ -112,6 +127,7 @@ class Traces:
             is_same = is_same_graph(first, tracer.tape, second, other.tape)
         is_read = are_read(examples, second.graph, other.observer)
         if is_same and not is_read and not other.effects.left and other.effects.keeps_as(effects):
+            effects.tables.note_sources()
             left = _initial_values(tracer, [*effects.left, *in_place])
             if left is not None:
                 any_shape = not shapes_are_asked(examples, other.observer)
@@ -147,9 +163,6 @@ class Traces:
         None where that is another step.
         """
         effects = tracer.effects
-        left = _initial_values(tracer, [*effects.left, *effects.tables.all])
-        if left is None:
-            return None
         with effects.again(effects.tables.all):
             try:
                 other, second = self._once(numbers, **how)
@@ -160,7 +173,9 @@ class Traces:
         first = attrs.evolve(traced, graph=effects.tables.found_in_place(traced.graph))
         if other.effects.left or not is_same_graph(first, tracer.tape, second, other.tape):
             return None
-        return other, attrs.evolve(second, initial_values=left)
+        effects.tables.note_sources()
+        left = _initial_values(tracer, [*effects.left, *effects.tables.all])
+        return None if left is None else (other, attrs.evolve(second, initial_values=left))
 
     def _once(self, numbers: frozenset[str], **how: Any) -> tuple[StepTracer, Traced]:
         mode = fake_tensor_mode(allow_non_fake_inputs=True)

@@ -110,7 +110,7 @@ class StepTracer:
         )  # fmt: skip
         self._last_rates = LastRates(state.optimizers)
         self._written = WrittenOutside(self.observer.objects.tensors, state.tensors)
-        self.effects = SideEffects(self.observer, self.numbers.put)
+        self.effects = SideEffects(self.observer, self.numbers.put, state.tensors)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
         self._replaced: dict[int, torch.Tensor] = {}

@@ -4,32 +4,37 @@
 A compiled step computes them in each call. That is right where later calls only read them, as a
 trace shows that finds them in place: a total that begins with zeros is written to in each call.
 Beside a plain value (`if n > self.most: self.most, self.cos = n, ...`) they are left as that is,
-and the compiled step reads them.
+and the compiled step reads them. So are tables that are computed of tensors which may change, of
+buffers of the model (`self.inv_freq`) and of tensors from outside: PyTorch keeps those that were.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from amp_ir.capture.constant_values import nodes_behind, unguarded_value
+from amp_ir.capture.constant_values import nodes_behind, nodes_of_state, unguarded_value
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import Left, as_now, renewed
 from amp_ir.capture.guards.places import Contents, Place
 from amp_ir.capture.guards.users_objects import own_attributes
+from amp_ir.capture.state import StateTensor
 from amp_ir.capture.traced_node import traced_node
 from amp_ir.errors import CaptureError
 from amp_ir.ir.location import Location
+from amp_ir.ir.step_module import Role
 
 _MAKE_BEFORE = (
     "Make it before the first call, and update it in place: a tensor that is there is followed"
 )
 # As of loops that fill a mask element by element.
 _MOST_OPS = 2**14
+_ROLES = (Role.PARAMETER, Role.BUFFER)
 # Of these no attributes are looked at.
 _WHOLE = (torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, type)
 
@@ -38,12 +43,28 @@ class KeptTables:
     """The tables of one trace, with their values.
 
     `found` are those that the step had looked for before it made them, and `stored` the others.
+    `note` guards the value of a tensor, with its name in the `state`. `of_state` is what a refusal
+    says of tables that are computed of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[torch.Tensor, str], None], state: Sequence[StateTensor]):
         self.found: list[Left] = []
         self.stored: list[Left] = []
+        self._sources: list[tuple[torch.Tensor, str]] = []
+        self.of_state: list[tuple[str, Location, str]] = []
+        self._note = note
+        self._state = state
         self._nodes: dict[torch.fx.Node, torch.Tensor] = {}
+
+    @property
+    def may_change(self) -> bool:
+        """Return whether one is computed of tensors from outside or of the state."""
+        return bool(self._sources)
+
+    def note_sources(self) -> None:
+        """Guard the values of the tensors that the tables are computed of."""
+        for tensor, name in self._sources:
+            self._note(tensor, name)
 
     @property
     def all(self) -> list[Left]:
@@ -58,8 +79,8 @@ class KeptTables:
         where: Location,
         *,
         is_read: bool = True,
-    ) -> None:
-        """Add what is in a place now; call it inside the trace.
+    ) -> bool:
+        """Add what is in a place now, and return whether it is; call it inside the trace.
 
         Tensors of too many numbers to compute here are as the compiled step computes them.
         """
@@ -77,6 +98,32 @@ class KeptTables:
             what = f"makes a tensor of shape {shape} for {place.name()}, and changes it once it is"
             said = f"{what} there", where, _MAKE_BEFORE
             (self.found if is_read else self.stored).append(Left(place, value, key, said))
+            return True
+        return False
+
+    def is_of_state(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether tensors are computed of constants and of state that the step only reads.
+
+        Call it inside the trace.
+        """
+        known = self._inputs()
+
+        def is_one(tensor: torch.Tensor) -> bool:
+            node = traced_node(tensor)
+            return (
+                node is not None
+                and not tensor.requires_grad
+                and nodes_of_state(node, known, most_nodes=_MOST_OPS) is not None
+            )
+
+        return bool(known) and bool(tensors) and all(map(is_one, tensors))
+
+    def _inputs(self) -> dict[torch.fx.Node, StateTensor]:
+        """Return the parameters and buffers, which are the first inputs of the trace."""
+        mode = get_proxy_mode()
+        nodes = () if mode is None else mode.tracer.graph.find_nodes(op="placeholder")
+        pairs = zip(nodes, self._state, strict=False)
+        return {node: one for node, one in pairs if one.role in _ROLES and one.like is None}
 
     def refuse_changed(self, later: KeptTables) -> None:
         """Raise unless a trace that found these in place left them so.
@@ -94,6 +141,13 @@ class KeptTables:
         diagnostics = Diagnostics()
         for one in changed or self.all:
             diagnostics.add(*one.diagnostic)
+        return diagnostics.error()
+
+    def error_of_state(self) -> CaptureError:
+        """Return the error about tables of the state, where a step does not just find them."""
+        diagnostics = Diagnostics()
+        for one in self.of_state:
+            diagnostics.add(*one)
         return diagnostics.error()
 
     def found_in_place(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -115,16 +169,20 @@ class KeptTables:
                 with graph.inserting_before(reader):
                     reader.replace_input_with(table, graph.get_attr(names[table]))
         for node in sorted(makers, key=order.__getitem__, reverse=True):
-            if not node.users:
+            if not node.users and node.op != "placeholder":
                 graph.erase_node(node)
         return torch.fx.GraphModule(module, graph)
 
     def _with_values(self, one: Any) -> Any:
         """Return the value of a tensor; give an object that the step has made those of its own."""
         if isinstance(one, FakeTensor):
-            value = unguarded_value(one, [], most_nodes=_MOST_OPS)
+            inputs = {node: entry.tensor for node, entry in self._inputs().items()}
+            outside: list[torch.Tensor] = []
+            value = unguarded_value(one, outside, most_nodes=_MOST_OPS, state=inputs)
             if value is None:
                 return one
+            names = {id(entry.tensor): entry.name for entry in self._state}
+            self._sources += [(each, names.get(id(each), "")) for each in outside]
             node = traced_node(one)
             assert node is not None
             return self._nodes.setdefault(node, value)

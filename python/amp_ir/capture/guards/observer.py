@@ -347,11 +347,14 @@ class Observer:
         self.has_drawn = True
         self._diagnostics.add(*outside_calls.draw(what, self._locator.here()))
 
-    def note_read(self, tensor: torch.Tensor) -> None:
-        """Record that the step depends on the value of a tensor of the user's, as a guard."""
+    def note_read(self, tensor: torch.Tensor, of_state: str = "") -> None:
+        """Record that the step depends on the value of a tensor of the user's, as a guard.
+
+        `of_state` is its name where it is of the state.
+        """
         if id(tensor) not in self.read_values:
             _, name = self.objects.tensors.get(
-                id(tensor), (tensor, lambda: "a tensor outside of the model")
+                id(tensor), (tensor, lambda: of_state or "a tensor outside of the model")
             )
             with _disable_current_modes():
                 value = tensor.detach().clone()

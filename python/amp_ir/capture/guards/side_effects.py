@@ -52,6 +52,7 @@ from amp_ir.capture.guards.places import (
 )
 from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
 from amp_ir.capture.later_number import LaterNumber
+from amp_ir.capture.state import StateTensor
 from amp_ir.capture.symbolic_float import SymbolicFloat
 from amp_ir.capture.traced_node import traced_node
 from amp_ir.errors import CaptureError
@@ -107,10 +108,13 @@ class SideEffects:
 
     observer: Observer
     put: dict[int, Any]
+    state: Sequence[StateTensor] = ()
     left: list[Left] = attrs.Factory(list)
     stored: list[StoredValue] = attrs.Factory(list)
     leaves_followed: bool = False
-    tables: KeptTables = attrs.Factory(KeptTables)
+    tables: KeptTables = attrs.Factory(
+        lambda self: KeptTables(self.observer.note_read, self.state), takes_self=True
+    )
     kept: list[KeptValue] = attrs.Factory(list)
     registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
     of_optimizers: OptimizerObjects = attrs.Factory(lambda: OptimizerObjects([]))
@@ -152,15 +156,18 @@ class SideEffects:
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
             reported.add((id(place.holder), place.key))
-            if not self._keep(place, now):
+            is_of_state = place.is_loaded and self._is_table_of_state(now)
+            if is_of_state or not self._keep(place, now):
                 self.leaves_followed |= is_followed
-                self._report_place(place, now, diagnostics)
+                self._report_place(place, now, diagnostics, is_of_state=is_of_state)
         return reported
 
-    def _report_place(self, place: Place, now: Any, diagnostics: Diagnostics) -> None:
+    def _report_place(
+        self, place: Place, now: Any, diagnostics: Diagnostics, *, is_of_state: bool
+    ) -> None:
         shared = frozenset(self.observer.objects.contents)
-        is_table = _is_constant_tensor(now)
-        if _holds_result(now):
+        is_table = is_of_state or _is_constant_tensor(now)
+        if _holds_result(now) and not is_of_state:
             diagnostics.add(*_kept(place.name(), now, self._line(place)))
         elif holds_result_number(now, shared):
             diagnostics.add(*_kept_number(place.name(), self._line(place)))
@@ -175,8 +182,8 @@ class SideEffects:
         elif isinstance(now, Iterator) and held_by(now) is None:
             diagnostics.add(*_kept_iterator(place.name(), now, self._line(place)))
         if is_table:
-            at, is_read = _at(self._line(place)), place.is_loaded
-            self.tables.add(place, now, shared, at, is_read=is_read)
+            kept = [_kept(place.name(), now, self._line(place))] if is_of_state else []
+            self._add_tables(place, now, kept, diagnostics)
 
     def _keep(self, place: Place, now: Any) -> bool:
         """Make what a place holds a result of the step; return whether it is one."""
@@ -211,6 +218,30 @@ class SideEffects:
         filled = (one.target for one in objects.contents.values() if not one.before)
         where = _at(self._line(place))
         return KeptValue.of(place, now, group, objects.known, set(map(id, filled)), where)
+
+    def _add_tables(
+        self,
+        place: Place | Contents,
+        now: Any,
+        of_state: Sequence[tuple[str, Location, str]],
+        diagnostics: Diagnostics,
+    ) -> None:
+        """Add the tables in a place; `of_state` is what a refusal says of those of the state.
+
+        These are refused where they have too many numbers to compute them here.
+        """
+        shared, line = frozenset(self.observer.objects.contents), place.line
+        if isinstance(place, Place):
+            line = self._line(place)
+        is_read = isinstance(place, Contents) or place.is_loaded
+        if self.tables.add(place, now, shared, _at(line), is_read=is_read):
+            self.tables.of_state += of_state
+        else:
+            for one in of_state:
+                diagnostics.add(*one)
+
+    def _is_table_of_state(self, value: Any) -> bool:
+        return _holds_result(value) and self.tables.is_of_state(list(_tensors(value)))
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
@@ -372,25 +403,30 @@ class SideEffects:
             and id(now) not in self.put
             and not is_same(now, before)
         ]
-        changed = [one for one in differing if not _is_constant_tensor(one[1])]
+        of_state = [now for _, now, _ in differing if self._is_table_of_state(now)]
+        known = {*map(id, of_state)}
+        changed = [
+            one for one in differing if not (id(one[1]) in known or _is_constant_tensor(one[1]))
+        ]
+        kind = type(contents.target).__name__
+        name = f"{contents.name()} (a {kind})"
         if len(changed) < len(differing):
-            shared = frozenset(self.observer.objects.contents)
-            self.tables.add(contents, contents.now(), shared, _at(contents.line))
+            said = [_kept(name, one, contents.line) for one in of_state]
+            self._add_tables(contents, contents.now(), said, diagnostics)
         is_made = any(one is contents.target for each in self.kept for one in each.made)
         if not changed or is_made or self._keep_entries(contents, changed):
             return
         kept = [(now, before) for _, now, before in changed if _holds_result(now)]
-        kind = type(contents.target).__name__
         if kept:
-            what, place, advice = _kept(f"{contents.name()} (a {kind})", kept[0][0], contents.line)
+            what, place, advice = _kept(name, kept[0][0], contents.line)
             updates = all(_are_alike(now, before) for now, before in kept)
             diagnostics.add(what, place, _UPDATE if updates else advice)
             return
         keys = ", ".join(in_words(key) for key, *_ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
-        said = what, _at(contents.line), _MOVE
+        moved = what, _at(contents.line), _MOVE
         now = as_now(contents.now(), self.observer.objects.contents)
-        self.left.append(Left(contents, now, (id(contents.target), None), said))
+        self.left.append(Left(contents, now, (id(contents.target), None), moved))
 
     def _report_optimizers(self, diagnostics: Diagnostics) -> None:
         for place in self.of_optimizers.changes():
