@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from amp_ir.capture.constant_values import nodes_behind
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.guards.kept_tables import KeptTables
+from amp_ir.capture.guards.kept_tables import KeptTables, is_table
 from amp_ir.capture.guards.kept_values import KeptValue
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
@@ -142,6 +142,7 @@ class SideEffects:
     def _report_places(self, diagnostics: Diagnostics) -> set[tuple[int, Any]]:
         """Report changes of places; return the holder's id and the key of each that differs."""
         reported: set[tuple[int, Any]] = set()
+        anew: list[Place] = []
         for place in self.observer.objects.places.values():
             now = place.now()
             is_followed = self._is_followed_elsewhere(place, now)
@@ -152,9 +153,15 @@ class SideEffects:
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
             reported.add((id(place.holder), place.key))
-            if not self._keep(place, now):
+            if _begins_anew(now, place.before):
+                anew.append(place)
+            elif not self._keep(place, now):
                 self.leaves_followed |= is_followed
                 self._report_place(place, now, diagnostics)
+        for place in anew:
+            # Beside a plain value it is a table, which the value says when to make.
+            if self.left or not self._keep(place, place.now()):
+                self._report_place(place, place.now(), diagnostics)
         return reported
 
     def _report_place(self, place: Place, now: Any, diagnostics: Diagnostics) -> None:
@@ -180,7 +187,8 @@ class SideEffects:
 
     def _keep(self, place: Place, now: Any) -> bool:
         """Make what a place holds a result of the step; return whether it is one."""
-        if not (_holds_result(now) or holds_result_number(now, self.observer.objects.contents)):
+        is_computed = _holds_result(now) or holds_result_number(now, self.observer.objects.contents)
+        if not (is_computed or _begins_anew(now, place.before)):
             return False
         kept = self._kept_value(place, now, place.name())
         self.kept += [] if kept is None else [kept]
@@ -188,7 +196,7 @@ class SideEffects:
 
     def _keep_entries(self, contents: Contents, changed: Sequence[tuple[Any, Any, Any]]) -> bool:
         """Make all entries that changed results of the step, if one is; return whether they are."""
-        if not any(_holds_result(now) for _, now, _ in changed):
+        if not any(_holds_result(now) or _begins_anew(now, before) for _, now, before in changed):
             return False
         is_dict = isinstance(contents.target, dict)
         kept = []
@@ -372,14 +380,22 @@ class SideEffects:
             and id(now) not in self.put
             and not is_same(now, before)
         ]
-        changed = [one for one in differing if not _is_constant_tensor(one[1])]
+        changed = [
+            (key, now, before)
+            for key, now, before in differing
+            if not _is_constant_tensor(now) or (_begins_anew(now, before) and not self.left)
+        ]
         if len(changed) < len(differing):
             shared = frozenset(self.observer.objects.contents)
             self.tables.add(contents, contents.now(), shared, _at(contents.line))
         is_made = any(one is contents.target for each in self.kept for one in each.made)
         if not changed or is_made or self._keep_entries(contents, changed):
             return
-        kept = [(now, before) for _, now, before in changed if _holds_result(now)]
+        kept = [
+            (now, before)
+            for _, now, before in changed
+            if _holds_result(now) or _begins_anew(now, before)
+        ]
         kind = type(contents.target).__name__
         if kept:
             what, place, advice = _kept(f"{contents.name()} (a {kind})", kept[0][0], contents.line)
@@ -497,6 +513,11 @@ def _holds_result(value: Any) -> bool:
 
 def _is_constant_tensor(value: Any) -> bool:
     return any(True for _ in _tensors(value)) and not _holds_result(value)
+
+
+def _begins_anew(now: Any, before: Any) -> bool:
+    """Return whether a tensor of constants takes the place of another one that is no table."""
+    return _are_alike(now, before) and not is_table(before) and _is_constant_tensor(now)
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
