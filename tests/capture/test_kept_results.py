@@ -269,6 +269,22 @@ def previous_batch(net: Any, x: Any, h: Any) -> Any:
     return h if before is None else h + before.mean(0)
 
 
+def constants_in_place_of_a_total(net: Any, x: Any, h: Any) -> Any:
+    """What begins anew was left as it is, for a table of constants."""
+    net.center = net.center + h.detach().mean(0)
+    h = h + net.center + net.slots[0]
+    net.slots[0] = torch.zeros(4)
+    if len(x) == 6:
+        net.factor, net.center = net.center / 2, torch.zeros(4)
+    return h
+
+
+def constants_in_place_of_a_tensor(net: Any, x: Any, h: Any) -> Any:
+    h = h + net.factor
+    net.factor = torch.zeros(1)
+    return h
+
+
 def held_twice(net: Any, x: Any, h: Any) -> Any:
     h = h + net.center + net.slots[0]
     net.center = net.slots[0] = h.detach().mean(0)
@@ -294,6 +310,8 @@ CARRIED: dict[Any, int] = {
     in_an_entry: 3,
     in_an_item: 2,
     previous_batch: 4,
+    constants_in_place_of_a_total: 2,
+    constants_in_place_of_a_tensor: 2,
     held_twice: 2,
     where_a_shape_decides: 6,
 }
@@ -309,6 +327,58 @@ def test_a_call_reads_what_the_one_before_has_kept(keep: Any) -> None:
         assert_alike(held, theirs)
     assert_alike(dict(model.named_parameters()), dict(ours.named_parameters()))
     assert len(train._variants.in_order) <= CARRIED[keep] + 1, train.recompiles
+
+
+class Memory:
+    """An object of the user's beside the model."""
+
+    last: torch.Tensor
+
+
+def test_an_attribute_of_an_object_is_read_at_each_call() -> None:
+    """Its object counted as another place that holds the tensor, and was refused."""
+    memories = [Memory(), Memory()]
+
+    def keep_in(memory: Memory) -> Any:
+        memory.last = torch.zeros(4)
+
+        def keep(net: Any, x: Any, h: Any) -> Any:
+            h = h + memory.last
+            memory.last = h.detach().mean(0)
+            return h
+
+        return keep
+
+    for memory, compiled in zip(memories, (False, True), strict=True):
+        trained(keep_in(memory), compiled=compiled, batches=(4, 4, 4))
+    assert_alike(memories[0].last, memories[1].last)
+
+
+def noted(h: torch.Tensor) -> torch.Tensor:
+    noted.last = h.detach()  # type: ignore[attr-defined]
+    return h
+
+
+def test_attributes_of_functions_and_of_modules_of_pytorch_are_kept() -> None:
+    """A function had a fake tensor, and a module whose attribute's name is computed none."""
+    model = nn.ModuleDict({"layer": nn.Linear(4, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        h = noted(model["layer"](x))
+        for key in model:
+            setattr(model, f"last_{key}", h.detach())
+        h.square().mean().backward()
+        optimizer.step()
+        return h.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype=None)
+    for k in range(3):
+        h = train(torch.full((2, 4), float(k)))
+        assert type(noted.last) is torch.Tensor  # type: ignore[attr-defined]
+        torch.testing.assert_close(noted.last, h)  # type: ignore[attr-defined]
+        torch.testing.assert_close(model.last_layer, h)
 
 
 def test_the_user_may_set_what_is_carried() -> None:

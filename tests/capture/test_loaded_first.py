@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import amp_ir
+from amp_ir.capture.guards.code_reads import reads_of
 from amp_ir.capture.guards.loaded_first import loaded_first
 
 
@@ -97,6 +98,52 @@ def where_an_exception_ends(a: Any, b: Any) -> None:
     a.size
 
 
+def where_an_exception_passes(a: Any, b: Any) -> None:
+    try:
+        a.size = b()
+    except ValueError:
+        pass
+    a.size
+
+
+def where_an_exception_is_handled(a: Any, b: Any) -> None:
+    try:
+        a.size = b()
+    except ValueError:
+        a.size
+
+
+def where_none_was_raised(a: Any, b: Any) -> None:
+    try:
+        b()
+    except ValueError:
+        a.size = 2
+    else:
+        a.size = 1
+    a.size
+
+
+def where_with_may_catch(a: Any, b: Any) -> None:
+    with torch.no_grad(), contextlib.suppress(ValueError):
+        a.size = b()
+    a.size
+
+
+def where_with_lets_pass(a: Any, b: Any) -> None:
+    with torch.no_grad(), torch.autocast("cpu", dtype=b.dtype) as b.mode:
+        a.size = b()
+    a.size
+
+
+def in_one_case(a: Any, b: Any) -> None:
+    match b:
+        case 1:
+            a.size = 1
+        case [_, _]:
+            a.size = 2
+    a.size
+
+
 def deleted(a: Any, b: Any) -> None:
     a.size = a.other = 1
     del a.other
@@ -122,6 +169,12 @@ FIRST: dict[Any, bool] = {
     added_to_first: True,
     within_with: False,
     where_an_exception_ends: False,
+    where_an_exception_passes: True,
+    where_an_exception_is_handled: True,
+    where_none_was_raised: False,
+    where_with_may_catch: True,
+    where_with_lets_pass: False,
+    in_one_case: True,
     deleted: False,
     in_a_choice: True,
 }
@@ -146,6 +199,29 @@ def test_globals_and_closure_variables_are_told_apart() -> None:
 
     assert loaded_first(function.__code__) >= {("cell", "size"), ("global", "LIMIT")}
     assert not {("attribute", "size"), ("attribute", "LIMIT")} & loaded_first(function.__code__)
+
+
+def test_a_jump_leads_to_an_instruction_with_a_prefix() -> None:
+    names = "; ".join(f"b.n{k} = 1" for k in range(300))
+    lines = ["def function(a, b):", f"    {names}", "    a.size = 1", "    (b if b else a).size"]
+    made: dict[str, Any] = {}
+    exec("\n".join(lines), made)  # noqa: S102 (its names are too many to write)
+    assert ("attribute", "size") in loaded_first(made["function"].__code__)
+
+
+def test_a_closure_variable_is_loaded_where_a_function_that_loads_it_is_made() -> None:
+    size = ready = 1
+
+    def function() -> Any:
+        nonlocal size, ready
+        ready = 2
+        before = lambda: (size, ready)  # noqa: E731
+        found = before()
+        size = 3
+        return found
+
+    assert loaded_first(function.__code__) == {("cell", "size")}
+    assert not {"size"} & reads_of(function.__code__).stored_first
 
 
 class Net(nn.Module):
@@ -187,3 +263,61 @@ def test_a_number_of_another_way_is_that_of_the_call_before(*, resets: bool) -> 
             assert "changes attribute 'factor'" in str(refused) and not resets
             return
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+TABLE: dict[str, float] = {}
+
+
+def without_an_entry(net: Any, h: Any) -> Any:
+    with contextlib.suppress(KeyError):
+        net.factor = TABLE["none"]
+    h = h * net.factor
+    net.factor = 2.0
+    return h
+
+
+def in_a_handler(net: Any, h: Any) -> Any:
+    try:
+        net.factor = TABLE["none"]
+    except KeyError:
+        h = h * net.factor
+        net.factor = 2.0
+    return h
+
+
+def closure() -> Any:
+    factor = 1.0
+
+    def in_a_function_of_the_step(net: Any, h: Any) -> Any:
+        nonlocal factor
+
+        def times() -> Any:
+            return h * factor
+
+        found = times()
+        factor = 2.0
+        return found
+
+    return in_a_function_of_the_step
+
+
+READS = [without_an_entry, in_a_handler, closure()]
+
+
+@pytest.mark.parametrize("read", READS, ids=lambda one: one.__name__)
+def test_what_is_read_after_an_exception_is_not_that_of_the_first_call(read: Any) -> None:
+    """The number is 2 from the second call on; each was silently 1."""
+    model = nn.Linear(4, 4)
+    model.factor = 1.0  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = read(model, model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype=None)
+    with pytest.raises(amp_ir.errors.CaptureError, match="which was 1.0 and becomes 2.0"):
+        train(torch.ones(2, 4))

@@ -113,5 +113,6 @@ class Traced:
     def left_by_name(self) -> dict[str, str]:
         """Return the values that the step leaves in the user's objects, as text, by their names."""
         left: list[Left | StoredValue] = [*self.initial_values.left, *self.stored]
-        texts = {one.place.name(): in_full(one.value) for one in left}
-        return {**texts, **{one.place.name(): one.in_words for one in self.kept}}
+        kept = {one.place.name(): one.in_words for one in self.kept}
+        named = ((one.place.name(), one.value) for one in left)
+        return {**{name: in_full(value) for name, value in named if name not in kept}, **kept}

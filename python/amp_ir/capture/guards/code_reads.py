@@ -119,7 +119,14 @@ def line_of_entry(code: CodeType, key: str) -> int:
     return next(filter(None, (line_of_entry(one, key) for one in inner)), 0)
 
 
-def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[str]) -> None:
+def _add(
+    found: CodeReads,
+    code: CodeType,
+    inner: set[CodeType],
+    strings: set[str],
+    *,
+    is_inner: bool = False,
+) -> None:
     kinds = {
         "attribute": (found.attributes, _ATTRIBUTE_STORES),
         "global": (found.global_names, _GLOBAL_STORES),
@@ -130,13 +137,21 @@ def _add(found: CodeReads, code: CodeType, inner: set[CodeType], strings: set[st
     for name, argument, line in _instructions(code):
         _add_one(found, name, argument, line)
         stored |= {(kind, argument) for kind, (_, stores) in kinds.items() if name in stores}
-    if any(name in kinds[kind][0] for kind, name in stored):
+    if is_inner:  # others of the same closure may load it before
+        stored = {(kind, name) for kind, name in stored if kind != "cell"}
+    of_inner = {
+        ("cell", name)
+        for one in code.co_consts
+        if isinstance(one, CodeType)
+        for name in one.co_freevars
+    }
+    if stored & of_inner or any(name in kinds[kind][0] for kind, name in stored):
         stored -= loaded_first(code)
     found.stored_first |= {name for kind, name in stored if name not in loaded_outside[kind]}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner.add(constant)
-            _add(found, constant, inner, strings)
+            _add(found, constant, inner, strings, is_inner=True)
         elif isinstance(constant, str):
             # An attrgetter's may have dots, as the names of modules have.
             parts = constant.split(".")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_ir.capture.constant_values import nodes_behind, nodes_of_state, unguarded_value
 from amp_ir.capture.diagnostics import Diagnostics
@@ -35,6 +36,8 @@ _MAKE_BEFORE = (
 # As of loops that fill a mask element by element.
 _MOST_OPS = 2**14
 _ROLES = (Role.PARAMETER, Role.BUFFER)
+# The tables that captures have made, some of which are left in the user's objects.
+_MADE = WeakIdKeyDictionary()
 # Of these no attributes are looked at.
 _WHOLE = (torch.Tensor, torch.nn.Module, types.ModuleType, types.FunctionType, type)
 
@@ -185,12 +188,18 @@ class KeptTables:
             self._sources += [(each, names.get(id(each), "")) for each in outside]
             node = traced_node(one)
             assert node is not None
+            _MADE[value] = True
             return self._nodes.setdefault(node, value)
         if not isinstance(one, _WHOLE):
             own = own_attributes(one) or {}
             for key in [key for key, held in own.items() if isinstance(held, FakeTensor)]:
                 own[key] = self._with_values(own[key])
         return one
+
+
+def is_table(value: Any) -> bool:
+    """Return whether a capture has made a value as a table."""
+    return isinstance(value, torch.Tensor) and value in _MADE
 
 
 def _leaves(value: Any) -> Iterator[Any]:

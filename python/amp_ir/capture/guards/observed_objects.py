@@ -181,7 +181,7 @@ class ObservedObjects:
         self, value: Any, name: Name, reads: CodeReads, code: CodeType | None, *, is_users: bool
     ) -> Iterator[tuple[Any, Name]]:
         if isinstance(value, FunctionType):
-            yield from self._function(value, name)
+            yield from self._function(value, name, reads)
         elif isinstance(value, MethodType):
             yield value.__self__, name
             yield value.__func__, name
@@ -238,8 +238,13 @@ class ObservedObjects:
             part = part_name("attribute", key, name)
             yield self.place(vars(value), "entry", key, part, is_loaded=True), part
 
-    def _function(self, function: FunctionType, name: Name) -> Iterator[tuple[Any, Name]]:
+    def _function(
+        self, function: FunctionType, name: Name, reads: CodeReads
+    ) -> Iterator[tuple[Any, Name]]:
         self._note_parts(function)
+        if reads.attribute_stores and is_users_own(function.__code__.co_filename):
+            of = functools.partial(describe_function, function)
+            yield function.__dict__, part_name("attributes", None, of)
         known = self.functions.setdefault(id(function.__code__), [])
         if any(one is function for one in known):
             return

@@ -20,6 +20,7 @@ from amp_ir.capture.dense_tensors import DenseReader
 from amp_ir.capture.guards.observed_objects import part_name
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import CONTAINERS, Place, change_in_words
+from amp_ir.capture.guards.users_objects import own_attributes
 from amp_ir.capture.state import State
 from amp_ir.host.held_values import each_held
 from amp_ir.ir.memory_overlap import storage_address
@@ -119,6 +120,8 @@ def _held_elsewhere(places: Sequence[Place], observer: Observer) -> set[int]:
     held: set[int] = set()
     for place in observer.objects.places.values():
         is_within = id(place.holder) in within or id(place.before) in holders
+        if own_attributes(place.before) is not None:  # an object that leads to a holder
+            is_within = is_within or not holders.isdisjoint(_ids_within(place.before))
         if (id(place.holder), place.key) not in keys and not is_within:
             held.update(map(id, tensors_in(place.before)))
     for contents in observer.objects.contents.values():

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from amp_ir.capture.constant_values import nodes_behind
 from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.guards.kept_tables import KeptTables
+from amp_ir.capture.guards.kept_tables import KeptTables, is_table
 from amp_ir.capture.guards.kept_values import KeptValue
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
@@ -146,6 +146,7 @@ class SideEffects:
     def _report_places(self, diagnostics: Diagnostics) -> set[tuple[int, Any]]:
         """Report changes of places; return the holder's id and the key of each that differs."""
         reported: set[tuple[int, Any]] = set()
+        anew: list[Place] = []
         for place in self.observer.objects.places.values():
             now = place.now()
             is_followed = self._is_followed_elsewhere(place, now)
@@ -157,9 +158,15 @@ class SideEffects:
                 continue
             reported.add((id(place.holder), place.key))
             is_of_state = place.is_loaded and self._is_table_of_state(now)
-            if is_of_state or not self._keep(place, now):
+            if _begins_anew(now, place.before):
+                anew.append(place)
+            elif is_of_state or not self._keep(place, now):
                 self.leaves_followed |= is_followed
                 self._report_place(place, now, diagnostics, is_of_state=is_of_state)
+        for place in anew:
+            # Beside a plain value it is a table, which the value says when to make.
+            if self.left or not self._keep(place, place.now()):
+                self._report_place(place, place.now(), diagnostics, is_of_state=False)
         return reported
 
     def _report_place(
@@ -187,7 +194,8 @@ class SideEffects:
 
     def _keep(self, place: Place, now: Any) -> bool:
         """Make what a place holds a result of the step; return whether it is one."""
-        if not (_holds_result(now) or holds_result_number(now, self.observer.objects.contents)):
+        is_computed = _holds_result(now) or holds_result_number(now, self.observer.objects.contents)
+        if not (is_computed or _begins_anew(now, place.before)):
             return False
         kept = self._kept_value(place, now, place.name())
         self.kept += [] if kept is None else [kept]
@@ -195,7 +203,7 @@ class SideEffects:
 
     def _keep_entries(self, contents: Contents, changed: Sequence[tuple[Any, Any, Any]]) -> bool:
         """Make all entries that changed results of the step, if one is; return whether they are."""
-        if not any(_holds_result(now) for _, now, _ in changed):
+        if not any(_holds_result(now) or _begins_anew(now, before) for _, now, before in changed):
             return False
         is_dict = isinstance(contents.target, dict)
         kept = []
@@ -405,9 +413,12 @@ class SideEffects:
         ]
         of_state = [now for _, now, _ in differing if self._is_table_of_state(now)]
         known = {*map(id, of_state)}
-        changed = [
-            one for one in differing if not (id(one[1]) in known or _is_constant_tensor(one[1]))
-        ]
+
+        def is_table(now: Any, before: Any) -> bool:
+            is_anew = _begins_anew(now, before) and not self.left
+            return id(now) in known or (_is_constant_tensor(now) and not is_anew)
+
+        changed = [one for one in differing if not is_table(*one[1:])]
         kind = type(contents.target).__name__
         name = f"{contents.name()} (a {kind})"
         if len(changed) < len(differing):
@@ -416,7 +427,11 @@ class SideEffects:
         is_made = any(one is contents.target for each in self.kept for one in each.made)
         if not changed or is_made or self._keep_entries(contents, changed):
             return
-        kept = [(now, before) for _, now, before in changed if _holds_result(now)]
+        kept = [
+            (now, before)
+            for _, now, before in changed
+            if _holds_result(now) or _begins_anew(now, before)
+        ]
         if kept:
             what, place, advice = _kept(name, kept[0][0], contents.line)
             updates = all(_are_alike(now, before) for now, before in kept)
@@ -533,6 +548,11 @@ def _holds_result(value: Any) -> bool:
 
 def _is_constant_tensor(value: Any) -> bool:
     return any(True for _ in _tensors(value)) and not _holds_result(value)
+
+
+def _begins_anew(now: Any, before: Any) -> bool:
+    """Return whether a tensor of constants takes the place of another one that is no table."""
+    return _are_alike(now, before) and not is_table(before) and _is_constant_tensor(now)
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:

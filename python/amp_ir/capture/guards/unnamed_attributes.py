@@ -27,6 +27,7 @@ class _Kept:
     name: Callable[[], str]
     before: dict[str, Any]
     ignored: frozenset[str]
+    is_users: bool
 
 
 class UnnamedAttributes:
@@ -41,9 +42,10 @@ class UnnamedAttributes:
         """Keep the attributes of an object of the user's, if the code may store under any name."""
         if not reads.stores_unnamed or type(own) is not dict or id(own) in self._kept:
             return
-        if is_users_object(value):
-            ignored = _INTERNAL if isinstance(value, torch.nn.Module) else frozenset()
-            self._kept[id(own)] = _Kept(own, name, dict(own), ignored)
+        is_users, is_module = is_users_object(value), isinstance(value, torch.nn.Module)
+        if is_users or is_module:
+            ignored = _INTERNAL if is_module else frozenset()
+            self._kept[id(own)] = _Kept(own, name, dict(own), ignored, is_users)
 
     def add_changed(self, places: dict[tuple[int, str, Any], Place]) -> None:
         """Add the places of attributes that have changed, but for those that are known."""
@@ -59,7 +61,8 @@ class UnnamedAttributes:
 def _changed(kept: _Kept) -> Iterator[str]:
     for key in {**kept.before, **kept.own}:
         if kept.own.get(key, ABSENT) is not kept.before.get(key, ABSENT):
-            if key not in kept.ignored:
+            # What PyTorch's own modules keep for themselves is not the user's.
+            if key not in kept.ignored and (kept.is_users or not key.startswith("_")):
                 yield key
 
 
