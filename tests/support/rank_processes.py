@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+import amp_ir
+from data_parallel import WORKLOADS, Training
+
 T = TypeVar("T")
 FORK = multiprocessing.get_context("fork")
 # What of_child returns for a process that ended without an answer.
@@ -50,6 +53,23 @@ def of_child(function: Callable[[], Any], seconds: float = 25, *, may_die: bool 
             child.join()
 
 
+@functools.cache
+def _compile_once() -> None:
+    """Compile and run steps in this process, once, so that no rank's compilation is its first.
+
+    A first one imports, reads tables and fills caches for 2 s, and each rank would do so again.
+    """
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)  # as each rank has; a fork has no other thread of OpenMP's
+    try:
+        for make, batch in (WORKLOADS[name] for name in ("mlp", "gpt2", "resnet")):
+            one: Training = make(lambda model: model)
+            amp_ir.jit(one.step, model=one.models, optimizer=one.optimizers)(*batch())
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+
+
 def ranks(
     program: Callable[[int], T],
     folder: Path,
@@ -63,6 +83,7 @@ def ranks(
 
     `seconds` is how long they may take; `timeout_seconds` is the group's timeout.
     """
+    _compile_once()
 
     def of_rank(number: int) -> T:
         torch.set_num_threads(1)

@@ -20,8 +20,7 @@ from amp_ir.capture.decompositions.layouts import view
 from amp_ir.capture.decompositions.logit import logit_backward
 from amp_ir.capture.decompositions.margin_loss import multi_margin_loss
 from amp_ir.capture.factor_layouts import factor_by_strides
-from amp_ir.capture.patches.module_methods import ModuleMethods
-from amp_ir.capture.patches.restores import restoring
+from amp_ir.capture.patches.module_methods import module_methods_kept
 from amp_ir.capture.replay import Replay
 from amp_ir.capture.symbolic_float import FloatTape, plain
 
@@ -162,13 +161,8 @@ def make_functional(
     without_names(traced)
     factor_by_strides(traced.graph)
 
-    modules = ModuleMethods.current()
-
     def replay(*flat: torch.Tensor) -> Any:
-        with restoring() as restores:
-            modules.patch_call(restores)
-            modules.patch_lookup(restores)
-            return Replay(traced, mode).run(*flat)
+        return Replay(traced, mode).run(*flat)
 
     functional = trace_functional(replay, inputs, decomposition_table(tape), mode)
     for node in functional.graph.nodes:
@@ -185,7 +179,10 @@ def trace_functional(
     mode: FakeTensorMode,
 ) -> torch.fx.GraphModule:
     """Return the graph of a function of fake tensors, without writes."""
-    with mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs():
+    with (
+        mode, torch.no_grad(), torch._C._DisableAutocast(), uncompiled_graphs(),
+        module_methods_kept(),
+    ):  # fmt: skip
         return make_fx(
             torch.func.functionalize(function, remove="mutations"),
             decomposition_table=dict(decompositions),
@@ -274,6 +271,6 @@ def without_names(traced: torch.fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
         elif getattr(node.target, "namespace", "") == "profiler":
-            # Marks of record_function in Optimizer.step and zero_grad.
+            # Marks that a step makes by the op itself; patches/install.py drops record_function's.
             traced.graph.erase_node(node)
     traced.graph.eliminate_dead_code()

@@ -8,9 +8,11 @@ A float in a param group (lr, weight_decay, betas, ...) is an input of the step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -138,6 +140,16 @@ def put_values(inputs: list[HyperParameter], values: Sequence[float]) -> Callabl
     return overwritten
 
 
+@functools.lru_cache(maxsize=1)
+def _readers_of_counters(_count: int, _latest: str) -> list[ModuleType]:
+    """Return PyTorch's modules of optimizers; to find them among thousands takes a millisecond."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("torch.optim.") and hasattr(module, "_get_value")
+    ]
+
+
 @contextlib.contextmanager
 def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) -> Iterator[None]:
     """Let optimizers see step counters, and results of `math`'s functions, as symbolic floats.
@@ -149,9 +161,8 @@ def symbolic_arithmetic(tape: FloatTape, read: Callable[[torch.Tensor], int]) ->
         return tape.tensor(read(x)) if isinstance(x, torch.Tensor) else x
 
     with restoring() as restores:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torch.optim.") and hasattr(module, "_get_value"):
-                patch_function(restores, module, "_get_value", get_value)
+        for module in _readers_of_counters(len(sys.modules), next(reversed(sys.modules))):
+            patch_function(restores, module, "_get_value", get_value)
         for name, plain in list(vars(math).items()):
             if callable(plain) and not name.startswith("_"):
                 patch_function(restores, math, name, _of_symbols(name, plain, tape))

@@ -39,7 +39,7 @@ from amp_ir.capture.locations import Locator
 from amp_ir.capture.loss_scaling import CapturedScaler
 from amp_ir.capture.patches.install import patched
 from amp_ir.capture.patches.last_rates import LastRates
-from amp_ir.capture.patches.module_methods import ModuleMethods
+from amp_ir.capture.patches.module_methods import module_methods_kept
 from amp_ir.capture.patches.seeding import Seeding
 from amp_ir.capture.recording import Recorder
 from amp_ir.capture.shared_memory import shared_gradients
@@ -129,11 +129,10 @@ class StepTracer:
             entry.fake = fake_of_state(entry, self.mode)
         batch = [fake_of(tensor, self.mode) for tensor in self._arguments.tensors]
         inputs = [*(entry.fake for entry in self._state.tensors), *batch]
-        self._modules = ModuleMethods.current()
         pairs = [(entry.tensor, entry.fake) for entry in self._state.tensors]
         with (
             self.mode, self._identities.taken_over(pairs), kept(self._state), uncompiled_graphs(),
-            self._effects_undone(),
+            module_methods_kept(), self._effects_undone(),
         ):  # fmt: skip
             graph = make_fx(
                 lambda *_flat: self._run(batch),
@@ -176,7 +175,6 @@ class StepTracer:
                         watch,
                         self._diagnostics,
                         transaction,
-                        self._modules,
                         ranks,
                     )
                 )

@@ -41,7 +41,6 @@ from amp_ir.capture.guards.outside_calls import address
 from amp_ir.capture.later_number import patch_item
 from amp_ir.capture.locations import Locator
 from amp_ir.capture.patches.autocast_regions import mark_autocast_regions
-from amp_ir.capture.patches.module_methods import ModuleMethods
 from amp_ir.capture.patches.registered_functions import patch_annotated
 from amp_ir.capture.patches.restores import Restores, restoring
 from amp_ir.capture.patches.silent_output import patch_output
@@ -59,7 +58,6 @@ def patched(
     watch: GradientWatch,
     diagnostics: Diagnostics,
     transaction: Transaction,
-    modules: ModuleMethods,
     ranks: TracedRanks | None = None,
 ) -> Iterator[list[torch.optim.Optimizer]]:
     """Change PyTorch so that a step can be traced.
@@ -101,6 +99,9 @@ def patched(
         (torch.nn.init, "_no_grad_trunc_normal_", truncated_normal),
         # PyTorch's own code, in which the observer does not look, asks the memory below.
         (torch.TypedStorage, "data_ptr", _refused_address(locator, diagnostics)),
+        # Marks for a profiler, in Optimizer.step and zero_grad: ops that a trace takes 2 ms for.
+        (torch.autograd.profiler.record_function, "__enter__", lambda mark: mark),
+        (torch.autograd.profiler.record_function, "__exit__", lambda *_: None),
         # nn.TransformerEncoderLayer has an inference kernel that fuses many ops.
         (torch.backends.mha, "get_fastpath_enabled", _caller_is_attention_in_training),
     )
@@ -115,9 +116,9 @@ def patched(
         for owner in _optimizers():
             step = _rejected_step(vars(owner)["step"], state, locator, diagnostics)
             patch_function(restores, owner, "step", step)
-        call = _checked_call(locator.wrap_call(modules.call), locator, diagnostics, ranks)
-        patch(restores, torch.nn.Module, "__call__", here(call, modules.call))
-        modules.patch_lookup(restores)
+        call = locator.wrap_call(torch.nn.Module.__call__)
+        call = _checked_call(call, locator, diagnostics, ranks)
+        patch_function(restores, torch.nn.Module, "__call__", call)
         devices = frozenset(entry.tensor.device.type for entry in state.tensors)
         mark_autocast_regions(restores, devices or frozenset({"cpu"}))
         for one in registrations():
