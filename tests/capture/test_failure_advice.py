@@ -218,6 +218,47 @@ def test_inference_mode_inside_of_a_step_is_as_in_pytorch():
     torch.testing.assert_close(trained[True], trained[False])
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:, 1:3],
+        lambda x: x[None, 0],
+        lambda x: x.unsqueeze(1).expand(4, 3, 4),
+        lambda x: x.split(2, dim=-1)[1],
+        lambda x: x.view(-1),
+    ],
+)
+def test_views_in_inference_mode_are_as_in_pytorch(view: Any) -> None:
+    """Of the batch and of a buffer, also written to and read by a loss, as views of both may be.
+
+    Each was a RuntimeError about a version counter, at the first view.
+    """
+    trained = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        model.register_buffer("seen", torch.ones(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            with torch.inference_mode():
+                part = view(x).detach()
+                if view(model.seen).is_contiguous():
+                    view(model.seen).add_(1)
+                far = view(model(x)).abs().sum()
+            loss = (view(model(x)) * part).mean() + far
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        train = amp_ir.jit(step, model=model, optimizer=optimizer) if is_compiled else step
+        x = torch.randn(4, 4)
+        trained.append([*(train(x + k) for k in range(3)), *model.state_dict().values()])
+    torch.testing.assert_close(trained[1], trained[0])
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors_of_a_step_become_padded_rows(layout: torch.layout) -> None:

@@ -234,6 +234,18 @@ class Recorder(TorchDispatchMode):
             what = f"{func} makes {torch.get_default_dtype()}, to which the step sets the default"
             self._diagnostics.add(f"{what} dtype", location, _DEFAULT_DTYPE)
 
+    def _in_inference_mode(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an op that is special in inference mode; NotImplemented for others."""
+        if getattr(func, "is_view", False) and not args[0].is_inference():
+            # A view of a plain tensor is one too, and counts writes with it.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._traced(func, args, kwargs)
+        # The ops that are made of others arrive whole, with special ones in them.
+        with self:
+            return func.decompose(*args, **kwargs)
+
     def _traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the op, and mark its nodes."""
         if func in ASSERTIONS or (func is _CHECK_ERRORS and _checked_by_op(args[0])):
@@ -247,9 +259,7 @@ class Recorder(TorchDispatchMode):
         if zeros is not None:
             return zeros
         if torch.is_inference_mode_enabled():
-            # There the ops that are made of others arrive whole, with special ones in them.
-            with self:
-                out = func.decompose(*args, **kwargs)
+            out = self._in_inference_mode(func, args, kwargs)
             if out is not NotImplemented:
                 return out
         detached = self._repeated.renamed(func, args)
