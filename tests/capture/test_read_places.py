@@ -202,3 +202,29 @@ def test_one_step_reads_what_another_has_kept() -> None:
         assert not is_compiled or len(second.recompiles) == 1
         results.append({**ours.model.state_dict(), "x": ours.x})
     torch.testing.assert_close(*results)
+
+
+BOX: dict[str, Any] = {}
+
+
+def test_a_view_of_a_parameter_in_the_place_is_seen() -> None:
+    """PyTorch reads it after the update, where a compiled step has read it before."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    BOX["mean"] = torch.ones(4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        total: torch.Tensor = loss.detach() + BOX["mean"].sum()
+        BOX["mean"] = x.mean(0)
+        return total
+
+    train = amp_ir.jit(step, model=net, optimizer=optimizer, amp_dtype=None)
+    for _ in range(3):
+        train(torch.ones(4, 4))
+    BOX["mean"] = net.bias.detach()
+    with pytest.raises(amp_ir.errors.CaptureError, match="which the next call reads"):
+        train(torch.ones(4, 4))

@@ -80,7 +80,7 @@ class _Finishing:
     ) -> None:
         self._graph = graph
         self._traced = traced
-        self._readers = ReadPlaces(traced.read_places).readers
+        self._readers = ReadPlaces(traced.read_places, state).readers
         self._state = state
         self._hypers = hypers
         self._batch = batch

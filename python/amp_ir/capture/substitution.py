@@ -42,6 +42,13 @@ from amp_ir.ir.location import Location
 _GRADIENT: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _GET_GRADIENT, _SET_GRADIENT, _SET_DATA = _GRADIENT.__get__, _GRADIENT.__set__, _DATA.__set__
+_TENSOR: Any = torch.Tensor
+# What takes no gradient of a tensor.
+_DETACHED = frozenset({
+    _TENSOR.detach, torch.detach, _TENSOR.data.__get__, _TENSOR.shape.__get__, _TENSOR.size,
+    _TENSOR.dim, _TENSOR.ndim.__get__, _TENSOR.__len__, _TENSOR.numel, _TENSOR.dtype.__get__,
+    _TENSOR.device.__get__, _TENSOR.requires_grad.__get__,
+})  # fmt: skip
 _GET_ITEM, _SET_ITEM = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _VERSION: Any = torch.Tensor._version
 _GET_VERSION = _VERSION.__get__
@@ -97,7 +104,7 @@ class Substitution(TorchFunctionMode):
         """Make one call of the torch API."""
         # Seldom anything else; the observer's hook is called for each call made here.
         if not _AS_THEY_ARE.issuperset(map(type, args)):
-            args = self._replace(args)
+            args = self._replace(args, is_detached=func in _DETACHED)
         kwargs = {key: self._replace(value) for key, value in kwargs.items()} if kwargs else {}
         if func == _GET_GRADIENT:
             self._watch.looked_at(args[0])
@@ -201,7 +208,7 @@ class Substitution(TorchFunctionMode):
         refuse_text(self._diagnostics, self._locator)
         return NO_VALUE
 
-    def _replace(self, value: Any) -> Any:
+    def _replace(self, value: Any, *, is_detached: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
             if type(value) is FakeTensor or _is_packed(value):
                 return value
@@ -211,11 +218,11 @@ class Substitution(TorchFunctionMode):
             if torch._C._functorch.is_functorch_wrapped_tensor(value):
                 # Made by torch.func of a tensor that came through here.
                 return value
-            if value.requires_grad and torch.is_grad_enabled():
+            if value.requires_grad and torch.is_grad_enabled() and not is_detached:
                 return self._outside(value)
             return value
         if type(value) in (tuple, list):
-            return type(value)(self._replace(item) for item in value)
+            return type(value)(self._replace(item, is_detached=is_detached) for item in value)
         return value
 
     def _outside(self, tensor: torch.Tensor) -> torch.Tensor:

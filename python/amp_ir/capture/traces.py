@@ -27,7 +27,6 @@ from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.kept_values import (
     are_carried,
     are_read,
-    has_graph_from_before,
     shapes_are_asked,
     with_tensors_before,
 )
@@ -128,21 +127,41 @@ class Traces:
         is_read = are_read(examples, second.graph, other.observer)
         if is_same and not is_read and not other.effects.left and other.effects.keeps_as(effects):
             effects.tables.note_sources()
-            left = _initial_values(tracer, [*effects.left, *in_place])
+            read = frozenset(one.key for one in effects.unsure)
+            left = _initial_values(tracer, [*effects.left, *in_place], read)
             if left is not None:
                 any_shape = not shapes_are_asked(examples, other.observer)
                 kept = second.kept_beside(traced.kept, any_shape=any_shape)
                 return other, attrs.evolve(second, initial_values=left, kept=kept)
+        if other.effects.left:
+            raise effects.state_error(other.effects)
         if effects.left or effects.tables.all:
             raise effects.kept_error()
         if not are_carried(effects.unsure, self.state, tracer.observer):
             raise effects.kept_error()
-        if any(map(has_graph_from_before, effects.unsure)):
-            # Its example requires a gradient. No difference: what reads it takes none of it.
-            second = attrs.evolve(second, graph=with_tensors_before(second.graph, examples))
-            if not is_same_graph(traced, tracer.tape, second, other.tape):
-                raise effects.kept_error()
+        if any(one.goes_on for one in effects.unsure):
+            self._check_detached(tracer, traced, numbers, **how)
         return tracer, traced.with_kept_inputs()
+
+    def _check_detached(
+        self, tracer: StepTracer, traced: Traced, numbers: frozenset[str], **how: Any
+    ) -> None:
+        """Check that a step takes no gradient of what it finds where it keeps tensors with a graph.
+
+        Raises:
+            CaptureError: it goes on into the graph of the call before.
+        """
+        effects = tracer.effects
+        twins = [one.twin() for one in effects.unsure if one.goes_on]
+        with self._kept_state(), effects.again(twins):
+            try:
+                other, second = self._once(numbers, **how)
+            except (CaptureError, WritesOutsideError):
+                raise effects.kept_error() from None
+            second = attrs.evolve(second, graph=with_tensors_before(second.graph, twins))
+            is_same = is_same_graph(traced, tracer.tape, second, other.tape)
+        if not is_same:
+            raise effects.kept_error()
 
     def _check_tables(self, effects: SideEffects, numbers: frozenset[str], **how: Any) -> None:
         """Check that the step leaves the tables alone that it made, once they are there."""
@@ -293,8 +312,13 @@ class Traces:
         return tracer, attrs.evolve(traced, graph=graph)
 
 
-def _initial_values(tracer: StepTracer, left: Sequence[Left]) -> InitialValues | None:
-    """Return what the first call leaves, with the guards of the trace that leaves it."""
+def _initial_values(
+    tracer: StepTracer, left: Sequence[Left], read: frozenset[tuple[int, Any]] = frozenset()
+) -> InitialValues | None:
+    """Return what the first call leaves, with the guards of the trace that leaves it.
+
+    `read` are the places that others guard.
+    """
     followed = frozenset(number.name for number in tracer.numbers.found)
-    guards = GuardedObjects(tracer.observer, followed, frozenset())
+    guards = GuardedObjects(tracer.observer, followed, frozenset(), read)
     return InitialValues.of(left, guards.changes)

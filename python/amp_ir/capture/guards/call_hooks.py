@@ -89,7 +89,7 @@ class CaptureGuards:
         self._installed: set[int] = set()
         self._read: list[KeptResult | ReadPlace] = [one for one in traced.kept if one.is_read]
         self._read += traced.read_places
-        self._read_places = ReadPlaces(traced.read_places)
+        self._read_places = ReadPlaces(traced.read_places, state)
         self._objects = GuardedObjects(
             observer,
             frozenset(number.name for number in numbers),
@@ -259,7 +259,7 @@ class CaptureGuards:
     def _changed_kept(self) -> Iterator[str]:
         yield from (one.change() for one in self._read if not one.holds())
         if not self._read_places.hold():
-            yield "places that held one tensor hold several"
+            yield "places whose tensors the step reads hold one of its state, or several for one"
 
     @staticmethod
     def _other_processes() -> Iterator[str]:

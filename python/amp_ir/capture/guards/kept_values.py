@@ -50,13 +50,13 @@ _DETACH = "Keep it detached (h.detach()): its graph is that of the call before"
 class KeptValue:
     """A value of the trace that a step keeps: its place, and its leaves as of `flatten`.
 
-    Those of one `group` are put in their order. `made` are its containers which the step seems to
-    have made. `unsure` is the diagnostic of a step that reads what the call before it has kept;
-    None where it cannot.
+    Calls put values in their `order`, which is the same in every process. `made` are its containers
+    which the step seems to have made. `unsure` is the diagnostic of a step that reads what the call
+    before it has kept; None where it cannot.
     """
 
     place: Place
-    group: str
+    order: tuple[Any, ...]
     leaves: list[Any]
     spec: Any
     where: Location
@@ -68,7 +68,7 @@ class KeptValue:
         cls,
         place: Place,
         value: Any,
-        group: str,
+        order: tuple[Any, ...],
         known: Container[int],
         unfilled: Container[int],
         where: Location,
@@ -94,7 +94,7 @@ class KeptValue:
             what = f"keeps {_first_in_words(leaves)} in {place.name()}, which the next call reads"
             fakes = (one for one in leaves if isinstance(one, FakeTensor))
             unsure = what, where, _DETACH if any(one.requires_grad for one in fakes) else _UPDATE
-        return cls(place, group, leaves, spec, where, tuple(made), unsure)
+        return cls(place, order, leaves, spec, where, tuple(made), unsure)
 
     @property
     def key(self) -> tuple[int, Any]:
@@ -116,6 +116,23 @@ class KeptValue:
     def has_graph(self) -> bool:
         """Whether PyTorch keeps a graph with it, into which the next call could go on."""
         return any(one.requires_grad for one in self.tensors)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the step finds tensors where it keeps some with a graph."""
+        return self.has_graph and bool(tensors_in(self.place.before))
+
+    def twin(self) -> Left:
+        """Return what was there before, with tensors that need a gradient."""
+        leaves, spec = flatten(self.place.before)
+        leaves = [
+            torch.zeros_like(one).requires_grad_(one.is_floating_point())
+            if isinstance(one, torch.Tensor)
+            else one
+            for one in leaves
+        ]
+        said = self.unsure or ("", self.where, "")
+        return Left(self.place, pytree.tree_unflatten(leaves, spec), self.key, said)
 
     def in_words(self) -> str:
         """Return what it is, equal for tensors of equal shapes."""
@@ -151,11 +168,6 @@ def shapes_are_asked(examples: Sequence[Left], observer: Observer) -> bool:
     """Return whether code that a trace ran may ask examples for their shapes."""
     own = {id(tensor) for one in examples for tensor in tensors_in(one.value)}
     return observer.readings.are_of(own)
-
-
-def has_graph_from_before(kept: KeptValue) -> bool:
-    """Return whether a step finds tensors where it keeps some with a graph."""
-    return kept.has_graph and bool(tensors_in(kept.place.before))
 
 
 def with_tensors_before(module: torch.fx.GraphModule, examples: Sequence[Left]) -> Any:

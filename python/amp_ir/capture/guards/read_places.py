@@ -72,11 +72,13 @@ class PlaceReader:
 class ReadPlaces:
     """The readers of several places, by the ids of the tensors that were there.
 
-    One that several places held is read in one of them.
+    One that several places held is read in one of them. What is in the places now is none of the
+    `state`, of which the step would read the values before it, where PyTorch may read later ones.
     """
 
-    def __init__(self, places: Sequence[ReadPlace]) -> None:
+    def __init__(self, places: Sequence[ReadPlace], state: State) -> None:
         self.places = places
+        self._state = {storage_address(one.tensor) for one in state.tensors if one.tensor.numel()}
         readers: dict[int, list[PlaceReader]] = {}
         for key, reader in itertools.chain.from_iterable(one.readers() for one in places):
             readers.setdefault(key, []).append(reader)
@@ -84,8 +86,11 @@ class ReadPlaces:
         self._shared = [one for one in readers.values() if len(one) > 1]
 
     def hold(self) -> bool:
-        """Return whether places that held one tensor still do."""
-        return all(one.tensor is first.tensor for first, *rest in self._shared for one in rest)
+        """Return whether places that held one tensor still do, and none is of the state."""
+        if not all(one.tensor is first.tensor for first, *rest in self._shared for one in rest):
+            return False
+        tensors = (reader.tensor for reader in self.readers.values())
+        return not any(storage_address(one) in self._state for one in tensors if one.numel())
 
 
 def readable(places: Sequence[Place], state: State, observer: Observer) -> list[Place]:

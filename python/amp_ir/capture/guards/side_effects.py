@@ -138,7 +138,7 @@ class SideEffects:
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         # Names come from sets, whose order differs from process to process.
-        self.kept.sort(key=lambda one: (one.place.line, one.group))
+        self.kept.sort(key=lambda one: one.order)
         self._report_optimizers(diagnostics)
         self._report_draws(diagnostics)
         self.observer.report_variables(diagnostics)
@@ -197,13 +197,17 @@ class SideEffects:
         is_computed = _holds_result(now) or holds_result_number(now, self.observer.objects.contents)
         if not (is_computed or _begins_anew(now, place.before)):
             return False
-        kept = self._kept_value(place, now, place.name())
+        kept = self._kept_value(place, now)
         self.kept += [] if kept is None else [kept]
         return kept is not None
 
     def _keep_entries(self, contents: Contents, changed: Sequence[tuple[Any, Any, Any]]) -> bool:
         """Make all entries that changed results of the step, if one is; return whether they are."""
-        if not any(_holds_result(now) or _begins_anew(now, before) for _, now, before in changed):
+        shared = self.observer.objects.contents
+        if not any(
+            _holds_result(now) or holds_result_number(now, shared) or _begins_anew(now, before)
+            for _, now, before in changed
+        ):
             return False
         is_dict = isinstance(contents.target, dict)
         kept = []
@@ -214,18 +218,25 @@ class SideEffects:
             place = Place(
                 contents.target, "entry", key, name, before, is_loaded=True, line=contents.line
             )
-            one = self._kept_value(place, now, contents.name())
+            one = self._kept_value(place, now)
             if one is None:
                 return False
             kept.append(one)
         self.kept += kept
         return True
 
-    def _kept_value(self, place: Place, now: Any, group: str) -> KeptValue | None:
+    def _kept_value(self, place: Place, now: Any) -> KeptValue | None:
         objects = self.observer.objects
         filled = (one.target for one in objects.contents.values() if not one.before)
-        where = _at(self._line(place))
-        return KeptValue.of(place, now, group, objects.known, set(map(id, filled)), where)
+        line = self._line(place)
+        contents = objects.contents.get(id(place.holder))
+        if contents is None:
+            order = *line, place.name(), 0
+        else:  # in the order of the container, for that of a dictionary's keys
+            is_dict = isinstance(contents.target, dict)
+            position = list(contents.target).index(place.key) if is_dict else place.key
+            order = *line, contents.name(), position
+        return KeptValue.of(place, now, order, objects.known, set(map(id, filled)), _at(line))
 
     def _add_tables(
         self,

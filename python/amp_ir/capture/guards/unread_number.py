@@ -15,7 +15,7 @@ _OPERATIONS = (
 _READS = (
     *_OPERATIONS, *(f"r{name}" for name in _OPERATIONS),
     "lt", "le", "gt", "ge", "eq", "ne", "hash", "bool", "float", "int", "index", "complex", "neg",
-    "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "str", "repr", "format", "bytes",
+    "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "bytes",
 )  # fmt: skip
 
 
@@ -27,13 +27,22 @@ class UnreadNumber:
     def __init__(self) -> None:
         self.was_read = False
 
+    def __repr__(self) -> str:
+        """Note that its text is asked for, and say what it is."""
+        self.was_read = True
+        return "a number that the call before has kept"
+
+    def __format__(self, specification: str) -> str:
+        """Note that its text is asked for, and say what it is."""
+        return repr(self)
+
     def __getattr__(self, name: str) -> Any:
         """Note a method of a float that is asked for.
 
         Raises:
             AttributeError: always.
         """
-        object.__setattr__(self, "was_read", True)
+        self.was_read = True
         raise AttributeError(name)
 
 
