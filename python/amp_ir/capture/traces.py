@@ -68,7 +68,7 @@ class Traces:
         effects = tracer.effects
         if effects.tables.found:
             self._check_tables(effects, numbers, symbolic=symbolic, others=others)
-        if effects.unsure:
+        if effects.kept.unsure:
             return self._keeping(tracer, traced, numbers, symbolic=symbolic, others=others)
         if not effects.left and not effects.tables.may_change:
             return tracer, traced
@@ -115,19 +115,24 @@ class Traces:
             CaptureError: it is not: what a call keeps is the state of later ones.
         """
         effects = tracer.effects
-        examples = [one.example() for one in effects.unsure]
+        examples = [one.example() for one in effects.kept.unsure]
         in_place = [*effects.tables.all, *examples]
         with self._kept_state(), effects.again(in_place):
             try:
                 other, second = self._once(numbers, **how)
             except (CaptureError, WritesOutsideError):
-                raise effects.kept_error() from None
+                raise effects.kept.error() from None
             first = attrs.evolve(traced, graph=effects.tables.found_in_place(traced.graph))
             is_same = is_same_graph(first, tracer.tape, second, other.tape)
         is_read = are_read(examples, second.graph, other.observer)
-        if is_same and not is_read and not other.effects.left and other.effects.keeps_as(effects):
+        if (
+            is_same
+            and not is_read
+            and not other.effects.left
+            and other.effects.kept.are_as(effects.kept)
+        ):
             effects.tables.note_sources()
-            read = frozenset(one.key for one in effects.unsure)
+            read = frozenset(one.key for one in effects.kept.unsure)
             left = _initial_values(tracer, [*effects.left, *in_place], read)
             if left is not None:
                 any_shape = not shapes_are_asked(examples, other.observer)
@@ -136,10 +141,10 @@ class Traces:
         if other.effects.left:
             raise effects.state_error(other.effects)
         if effects.left or effects.tables.all:
-            raise effects.kept_error()
-        if not are_carried(effects.unsure, self.state, tracer.observer):
-            raise effects.kept_error()
-        if any(one.goes_on for one in effects.unsure):
+            raise effects.kept.error()
+        if not are_carried(effects.kept.unsure, self.state, tracer.observer):
+            raise effects.kept.error()
+        if any(one.goes_on for one in effects.kept.unsure):
             self._check_detached(tracer, traced, numbers, **how)
         return tracer, traced.with_kept_inputs()
 
@@ -152,16 +157,16 @@ class Traces:
             CaptureError: it goes on into the graph of the call before.
         """
         effects = tracer.effects
-        twins = [one.twin() for one in effects.unsure if one.goes_on]
+        twins = [one.twin() for one in effects.kept.unsure if one.goes_on]
         with self._kept_state(), effects.again(twins):
             try:
                 other, second = self._once(numbers, **how)
             except (CaptureError, WritesOutsideError):
-                raise effects.kept_error() from None
+                raise effects.kept.error() from None
             second = attrs.evolve(second, graph=with_tensors_before(second.graph, twins))
             is_same = is_same_graph(traced, tracer.tape, second, other.tape)
         if not is_same:
-            raise effects.kept_error()
+            raise effects.kept.error()
 
     def _check_tables(self, effects: SideEffects, numbers: frozenset[str], **how: Any) -> None:
         """Check that the step leaves the tables alone that it made, once they are there."""

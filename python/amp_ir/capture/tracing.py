@@ -27,7 +27,7 @@ from amp_ir.capture.guards.followed_hypers import OtherHypers
 from amp_ir.capture.guards.followed_numbers import Numbers
 from amp_ir.capture.guards.gradient_flags import GradientFlags
 from amp_ir.capture.guards.identities import Identities
-from amp_ir.capture.guards.kept_values import KEEP_COPY, KeptByStep, results_of
+from amp_ir.capture.guards.kept_outputs import KEEP_COPY, KeptOutputs, results_of
 from amp_ir.capture.guards.left_values import StoredValue
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import is_same
@@ -319,7 +319,7 @@ class StepTracer:
             advice = "Return tensors and plain values in tuples, lists, dicts or dataclasses"
             self._refuse(reason, advice)
         values = self._new_values()
-        kept = KeptByStep(self.effects.kept, self._state, values, batch)
+        kept = KeptOutputs(self.effects.kept.all, self._state, values, batch)
         for what, where in kept.refused():
             self._diagnostics.add(what, where, KEEP_COPY)
         every = [*leaves, *kept.leaves()]

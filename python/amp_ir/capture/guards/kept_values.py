@@ -12,7 +12,7 @@ kept (`self.hidden`), as one more input.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import attrs
@@ -20,25 +20,31 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_ir.capture.alias_sets import shared_memory
-from amp_ir.capture.batch import Results, unusable_result
+from amp_ir.capture.batch import unusable_result
 from amp_ir.capture.containers import flatten
-from amp_ir.capture.guards.kept_results import KeptResult
-from amp_ir.capture.guards.left_values import Left
+from amp_ir.capture.diagnostics import Diagnostics
+from amp_ir.capture.guards.left_values import Left, holds_result_number
+from amp_ir.capture.guards.observed_objects import ObservedObjects, part_name
 from amp_ir.capture.guards.observer import Observer
-from amp_ir.capture.guards.places import Place, is_plain
+from amp_ir.capture.guards.places import (
+    ABSENT,
+    Contents,
+    Place,
+    is_plain,
+    line_of,
+    location_at,
+)
 from amp_ir.capture.guards.read_places import readable, tensors_in
+from amp_ir.capture.guards.traced_values import begins_anew, holds_result
 from amp_ir.capture.guards.unread_number import UnreadNumber
 from amp_ir.capture.later_number import LaterNumber
 from amp_ir.capture.state import State
 from amp_ir.capture.symbolic_float import SymbolicFloat
-from amp_ir.capture.traced_node import traced_node
+from amp_ir.errors import CaptureError
 from amp_ir.host.held_values import each_held
 from amp_ir.ir.location import Location
-from amp_ir.ir.step_module import Role
 
-KEEP_COPY = "Keep a copy of it (.clone()), or read it there after the call"
-_NUMBERS = (SymbolicFloat, LaterNumber)
+NUMBERS = (SymbolicFloat, LaterNumber)
 _UPDATE = (
     "Make it a tensor before the first call, such as a buffer, and update it in place: "
     "kept.copy_(value)"
@@ -87,7 +93,7 @@ class KeptValue:
         except OverflowError:
             return None
         leaves, spec = flatten(value)
-        if not all(isinstance(one, _NUMBERS) or not unusable_result(one) for one in leaves):
+        if not all(isinstance(one, NUMBERS) or not unusable_result(one) for one in leaves):
             return None
         unsure = None
         if place.is_loaded or made:
@@ -110,7 +116,7 @@ class KeptValue:
     @property
     def is_computed(self) -> bool:
         """Whether it holds what the step computes, and not constants alone."""
-        return any(isinstance(one, (FakeTensor, *_NUMBERS)) for one in self.leaves)
+        return any(isinstance(one, (FakeTensor, *NUMBERS)) for one in self.leaves)
 
     @property
     def has_graph(self) -> bool:
@@ -143,6 +149,92 @@ class KeptValue:
         leaves = [_example(one) for one in self.leaves]
         value = pytree.tree_unflatten(leaves, self.spec)
         return Left(self.place, value, self.key, self.unsure or ("", self.where, ""))
+
+
+class KeptValues:
+    """What one traced step keeps, of the objects that it was seen to reach."""
+
+    def __init__(self, objects: ObservedObjects) -> None:
+        self.all: list[KeptValue] = []
+        self._objects = objects
+
+    def keep(self, place: Place, now: Any) -> bool:
+        """Make what a place holds a result of the step; return whether it is one."""
+        is_computed = holds_result(now) or holds_result_number(now, self._objects.contents)
+        if not (is_computed or begins_anew(now, place.before)):
+            return False
+        kept = self._kept_value(place, now)
+        self.all += [] if kept is None else [kept]
+        return kept is not None
+
+    def keep_entries(self, contents: Contents, changed: Sequence[tuple[Any, Any, Any]]) -> bool:
+        """Make all entries that changed results of the step, if one is; return whether they are."""
+        shared = self._objects.contents
+        if not any(
+            holds_result(now) or holds_result_number(now, shared) or begins_anew(now, before)
+            for _, now, before in changed
+        ):
+            return False
+        is_dict = isinstance(contents.target, dict)
+        kept = []
+        for key, now, before in changed:
+            if now is ABSENT or not (is_dict or before is not ABSENT):
+                return False
+            name = part_name("entry" if is_dict else "item", key, contents.name)
+            place = Place(
+                contents.target, "entry", key, name, before, is_loaded=True, line=contents.line
+            )
+            one = self._kept_value(place, now)
+            if one is None:
+                return False
+            kept.append(one)
+        self.all += kept
+        return True
+
+    def _kept_value(self, place: Place, now: Any) -> KeptValue | None:
+        objects = self._objects
+        filled = (one.target for one in objects.contents.values() if not one.before)
+        line = line_of(place, objects.contents)
+        contents = objects.contents.get(id(place.holder))
+        if contents is None:
+            order = *line, place.name(), 0
+        else:  # in the order of the container, for that of a dictionary's keys
+            is_dict = isinstance(contents.target, dict)
+            position = list(contents.target).index(place.key) if is_dict else place.key
+            order = *line, contents.name(), position
+        return KeptValue.of(
+            place, now, order, objects.known, set(map(id, filled)), location_at(line)
+        )
+
+    def holds(self, container: object) -> bool:
+        """Return whether a container is one that the step has made for what it keeps."""
+        return any(one is container for each in self.all for one in each.made)
+
+    def sort(self) -> None:
+        """Put values in their order: names come from sets, whose order each process has its own."""
+        self.all.sort(key=lambda one: one.order)
+
+    @property
+    def unsure(self) -> list[KeptValue]:
+        """What it keeps where it may read what the call before has kept."""
+        return [one for one in self.all if one.unsure is not None]
+
+    def are_as(self, first: KeptValues) -> bool:
+        """Return whether a trace that found what another kept keeps that again, made anew."""
+        mine, others = (
+            [one.key for one in each.unsure if one.is_computed] for each in (self, first)
+        )
+        made = {id(one) for each in first.all for one in each.made}
+        is_anew = not any(id(one) in made for each in self.all for one in each.made)
+        return mine == others and is_anew
+
+    def error(self) -> CaptureError:
+        """Return the error about what the step keeps and reads."""
+        diagnostics = Diagnostics()
+        for one in self.unsure:
+            if one.unsure is not None and one.is_computed:
+                diagnostics.add(*one.unsure)
+        return diagnostics.error()
 
 
 def are_carried(kept: Sequence[KeptValue], state: State, observer: Observer) -> bool:
@@ -190,109 +282,13 @@ def with_tensors_before(module: torch.fx.GraphModule, examples: Sequence[Left]) 
     return made
 
 
-def results_of(
-    leaves: list[Any], spec: Any, position: Mapping[int, int], own: Mapping[int, torch.Tensor]
-) -> Results:
-    """Return the structure of leaves whose tensors and numbers have these positions, by id.
-
-    `own` are the user's tensors by the ids of those that stand for them in the trace.
-    """
-    numbers = frozenset(k for k, leaf in enumerate(leaves) if isinstance(leaf, _NUMBERS))
-    integers = frozenset(k for k in numbers if getattr(leaves[k], "is_integer_valued", False))
-    leaves = [leaf.tensor if isinstance(leaf, LaterNumber) else leaf for leaf in leaves]
-    leaves = [own.get(id(leaf), leaf) for leaf in leaves]
-    places = tuple(position.get(id(leaf)) for leaf in leaves)
-    pairs = zip(leaves, places, strict=True)
-    constants = tuple(leaf if place is None else None for leaf, place in pairs)
-    return Results(spec, places, constants, numbers, integers)
-
-
-class KeptByStep:
-    """What one traced step computes and keeps, with the tensors that are there already.
-
-    `values` are those of the state's tensors at the end of the step, `batch` the fakes of its
-    arguments.
-    """
-
-    def __init__(
-        self,
-        kept: Sequence[KeptValue],
-        state: State,
-        values: Sequence[torch.Tensor],
-        batch: Sequence[torch.Tensor],
-    ) -> None:
-        self._kept = [one for one in kept if one.is_computed]
-        self._state = state
-        self._values = values
-        self._batch = {id(one): k for k, one in enumerate(batch)}
-        self._own = {
-            id(entry.fake): entry.tensor
-            for entry, value in zip(state.tensors, values, strict=True)
-            if entry.role in (Role.PARAMETER, Role.BUFFER) and value is entry.fake
-        }
-
-    def leaves(self) -> list[Any]:
-        """Return the tensors and numbers that the step has to compute."""
-        every = (leaf for one in self._kept for leaf in one.leaves)
-        return [leaf for leaf in every if id(leaf) not in self._own and id(leaf) not in self._batch]
-
-    def results(self, position: Mapping[int, int]) -> tuple[KeptResult, ...]:
-        """Return what each call keeps, for the positions of its results, by id."""
-        behind = {key: len(self._batch) + place for key, place in position.items()}
-        of = {**behind, **self._batch}
-        return tuple(
-            KeptResult(
-                one.place,
-                results_of(one.leaves, one.spec, of, self._own),
-                one.in_words(),
-                is_read=one.unsure is not None,
-            )
-            for one in self._kept
-        )
-
-    def refused(self) -> Iterator[tuple[str, Location]]:
-        """Return what cannot be kept, each in words: what later steps would write to."""
-        names = self._nodes_of_state() if self._kept else {}
-        for one in self._kept:
-            for tensor in one.tensors:
-                nodes = () if id(tensor) in self._own else _nodes_of_memory(tensor)
-                sharing = next((names[node] for node in nodes if node in names), "")
-                if sharing:
-                    yield f"keeps a view of {sharing} in {one.place.name()}", one.where
-
-    def _nodes_of_state(self) -> dict[torch.fx.Node, str]:
-        """Return the nodes of the state before and after the step, and of gradients, by name."""
-        state = self._state
-        tensors = [(entry.fake, entry.name) for entry in state.tensors]
-        tensors += zip(self._values, (entry.name for entry in state.tensors), strict=True)
-        tensors += [
-            (entry.fake.grad, f"{entry.name}.grad")
-            for entry in state.parameters
-            if entry.fake.grad is not None
-        ]
-        return {node: name for tensor, name in tensors for node in _nodes_of_memory(tensor)}
-
-
-def _nodes_of_memory(tensor: torch.Tensor) -> Iterator[torch.fx.Node]:
-    """Return the node of a tensor of the trace, and those in whose memory it may lie."""
-    node = traced_node(tensor)
-    waiting = [] if node is None else [node]
-    seen: set[torch.fx.Node] = set()
-    while waiting:
-        one = waiting.pop()
-        if one not in seen:
-            seen.add(one)
-            yield one
-            waiting += shared_memory(one)
-
-
 def _is_leaf(value: Any) -> bool:
-    kinds = (torch.Tensor, torch.nn.Module, type, *_NUMBERS)
+    kinds = (torch.Tensor, torch.nn.Module, type, *NUMBERS)
     return is_plain(value) or isinstance(value, kinds)
 
 
 def _example(leaf: Any) -> Any:
-    if isinstance(leaf, _NUMBERS):
+    if isinstance(leaf, NUMBERS):
         return UnreadNumber()
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -301,12 +297,12 @@ def _example(leaf: Any) -> Any:
 
 
 def _first_in_words(leaves: Sequence[Any]) -> str:
-    computed = (one for one in leaves if isinstance(one, (FakeTensor, *_NUMBERS)))
+    computed = (one for one in leaves if isinstance(one, (FakeTensor, *NUMBERS)))
     return next(map(_in_words, computed), "a tensor")
 
 
 def _in_words(leaf: Any) -> str:
-    if isinstance(leaf, _NUMBERS):
+    if isinstance(leaf, NUMBERS):
         return "a number"
     return (
         f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)

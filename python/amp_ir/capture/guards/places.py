@@ -7,7 +7,7 @@ import array
 import collections
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from amp_ir.capture.batch import PLAIN
 from amp_ir.capture.patches.registered_functions import REPLACES
 from amp_ir.host.held_values import SEQUENCES
+from amp_ir.ir.location import Location
 
 CONTAINERS = (*SEQUENCES, dict, set)
 _COMPARED_BY_VALUE = (*PLAIN, numpy.generic, numpy.dtype, range)
@@ -252,3 +253,14 @@ def cell_value(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return ABSENT
+
+
+def line_of(place: Place, contents: Mapping[int, Contents]) -> tuple[str, int]:
+    """Return the line of a store to a place, or to the container that it is an entry of."""
+    held = contents.get(id(place.holder))
+    return place.line if place.line[1] or held is None else held.line
+
+
+def location_at(line: tuple[str, int]) -> Location:
+    """Return the location of (file, line); of line 0 one that says nothing."""
+    return Location(file=line[0], line=line[1]) if line[1] else Location()

@@ -78,7 +78,7 @@ class ReadPlaces:
 
     def __init__(self, places: Sequence[ReadPlace], state: State) -> None:
         self.places = places
-        self._state = {storage_address(one.tensor) for one in state.tensors if one.tensor.numel()}
+        self._state = _memory_of(state)
         readers: dict[int, list[PlaceReader]] = {}
         for key, reader in itertools.chain.from_iterable(one.readers() for one in places):
             readers.setdefault(key, []).append(reader)
@@ -99,7 +99,7 @@ def readable(places: Sequence[Place], state: State, observer: Observer) -> list[
     Nothing else that the step reads holds them, they are none of the state's and need no gradient,
     and no Python code has read their values.
     """
-    own = {storage_address(one.tensor) for one in state.tensors if one.tensor.numel()}
+    own = _memory_of(state)
     read = observer.read_values.keys()
     found = list(places)
     while True:
@@ -115,6 +115,13 @@ def readable(places: Sequence[Place], state: State, observer: Observer) -> list[
         if len(kept) == len(found):
             return kept
         found = kept  # what another one holds, which is none, is held elsewhere
+
+
+def _memory_of(state: State) -> set[Any]:
+    """Return the addresses of the state's storages, but for what a step only reads from outside."""
+    outside = set(map(id, state.outside))
+    tensors = (one.tensor for one in state.tensors if id(one) not in outside)
+    return {storage_address(one) for one in tensors if one.numel()}
 
 
 def _held_elsewhere(places: Sequence[Place], observer: Observer) -> set[int]:

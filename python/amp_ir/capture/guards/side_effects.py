@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import numpy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_ir.capture.constant_values import nodes_behind
-from amp_ir.capture.decompositions.packed_sequences import PackedPart
 from amp_ir.capture.diagnostics import Diagnostics
-from amp_ir.capture.guards.kept_tables import KeptTables, is_table
-from amp_ir.capture.guards.kept_values import KeptValue
+from amp_ir.capture.guards.kept_tables import KeptTables
+from amp_ir.capture.guards.kept_values import KeptValues
 from amp_ir.capture.guards.left_values import (
     FollowedValue,
     Left,
@@ -37,7 +33,6 @@ from amp_ir.capture.guards.left_values import (
     renewed,
 )
 from amp_ir.capture.guards.module_modes import ModuleModes
-from amp_ir.capture.guards.observed_objects import part_name
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.optimizer_objects import OptimizerObjects
 from amp_ir.capture.guards.outside_calls import draw
@@ -49,14 +44,20 @@ from amp_ir.capture.guards.places import (
     in_words,
     is_plain,
     is_same,
+    line_of,
+    location_at,
 )
 from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
-from amp_ir.capture.later_number import LaterNumber
+from amp_ir.capture.guards.traced_values import (
+    are_alike,
+    begins_anew,
+    holds_result,
+    is_constant_tensor,
+    traced_tensors,
+)
 from amp_ir.capture.state import StateTensor
-from amp_ir.capture.symbolic_float import SymbolicFloat
-from amp_ir.capture.traced_node import traced_node
 from amp_ir.errors import CaptureError
-from amp_ir.host.held_values import SEQUENCES, each_held, held_by
+from amp_ir.host.held_values import SEQUENCES, held_by
 from amp_ir.ir.location import Location
 
 _MOVE = (
@@ -81,8 +82,6 @@ _REMOVE = "Keep it in the step, and remove it after the call"
 _SET_MODE = "Set it before the step, and between steps"
 _PLAIN = "Guards do not see what it holds: call the module that it was made of"
 _MAKE_ITERATOR = "Keep a list or a tuple of what it gives, or make it after the call"
-# As of loops that fill a mask element by element.
-_MOST_OPS = 2**20
 _RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
@@ -115,7 +114,9 @@ class SideEffects:
     tables: KeptTables = attrs.Factory(
         lambda self: KeptTables(self.observer.note_read, self.state), takes_self=True
     )
-    kept: list[KeptValue] = attrs.Factory(list)
+    kept: KeptValues = attrs.Factory(
+        lambda self: KeptValues(self.observer.objects), takes_self=True
+    )
     registered: RegisteredModules = attrs.Factory(lambda: RegisteredModules([]))
     of_optimizers: OptimizerObjects = attrs.Factory(lambda: OptimizerObjects([]))
     random_before: Any = attrs.Factory(random.getstate)
@@ -138,7 +139,7 @@ class SideEffects:
         for contents in self.observer.objects.contents.values():
             self._report_contents(contents, reported, diagnostics)
         # Names come from sets, whose order differs from process to process.
-        self.kept.sort(key=lambda one: one.order)
+        self.kept.sort()
         self._report_optimizers(diagnostics)
         self._report_draws(diagnostics)
         self.observer.report_variables(diagnostics)
@@ -158,14 +159,14 @@ class SideEffects:
                 continue
             reported.add((id(place.holder), place.key))
             is_of_state = place.is_loaded and self._is_table_of_state(now)
-            if _begins_anew(now, place.before):
+            if begins_anew(now, place.before):
                 anew.append(place)
-            elif is_of_state or not self._keep(place, now):
+            elif is_of_state or not self.kept.keep(place, now):
                 self.leaves_followed |= is_followed
                 self._report_place(place, now, diagnostics, is_of_state=is_of_state)
         for place in anew:
             # Beside a plain value it is a table, which the value says when to make.
-            if self.left or not self._keep(place, place.now()):
+            if self.left or not self.kept.keep(place, place.now()):
                 self._report_place(place, place.now(), diagnostics, is_of_state=False)
         return reported
 
@@ -173,8 +174,8 @@ class SideEffects:
         self, place: Place, now: Any, diagnostics: Diagnostics, *, is_of_state: bool
     ) -> None:
         shared = frozenset(self.observer.objects.contents)
-        is_table = is_of_state or _is_constant_tensor(now)
-        if _holds_result(now) and not is_of_state:
+        is_table = is_of_state or is_constant_tensor(now)
+        if holds_result(now) and not is_of_state:
             diagnostics.add(*_kept(place.name(), now, self._line(place)))
         elif holds_result_number(now, shared):
             diagnostics.add(*_kept_number(place.name(), self._line(place)))
@@ -192,52 +193,6 @@ class SideEffects:
             kept = [_kept(place.name(), now, self._line(place))] if is_of_state else []
             self._add_tables(place, now, kept, diagnostics)
 
-    def _keep(self, place: Place, now: Any) -> bool:
-        """Make what a place holds a result of the step; return whether it is one."""
-        is_computed = _holds_result(now) or holds_result_number(now, self.observer.objects.contents)
-        if not (is_computed or _begins_anew(now, place.before)):
-            return False
-        kept = self._kept_value(place, now)
-        self.kept += [] if kept is None else [kept]
-        return kept is not None
-
-    def _keep_entries(self, contents: Contents, changed: Sequence[tuple[Any, Any, Any]]) -> bool:
-        """Make all entries that changed results of the step, if one is; return whether they are."""
-        shared = self.observer.objects.contents
-        if not any(
-            _holds_result(now) or holds_result_number(now, shared) or _begins_anew(now, before)
-            for _, now, before in changed
-        ):
-            return False
-        is_dict = isinstance(contents.target, dict)
-        kept = []
-        for key, now, before in changed:
-            if now is ABSENT or not (is_dict or before is not ABSENT):
-                return False
-            name = part_name("entry" if is_dict else "item", key, contents.name)
-            place = Place(
-                contents.target, "entry", key, name, before, is_loaded=True, line=contents.line
-            )
-            one = self._kept_value(place, now)
-            if one is None:
-                return False
-            kept.append(one)
-        self.kept += kept
-        return True
-
-    def _kept_value(self, place: Place, now: Any) -> KeptValue | None:
-        objects = self.observer.objects
-        filled = (one.target for one in objects.contents.values() if not one.before)
-        line = self._line(place)
-        contents = objects.contents.get(id(place.holder))
-        if contents is None:
-            order = *line, place.name(), 0
-        else:  # in the order of the container, for that of a dictionary's keys
-            is_dict = isinstance(contents.target, dict)
-            position = list(contents.target).index(place.key) if is_dict else place.key
-            order = *line, contents.name(), position
-        return KeptValue.of(place, now, order, objects.known, set(map(id, filled)), _at(line))
-
     def _add_tables(
         self,
         place: Place | Contents,
@@ -253,14 +208,14 @@ class SideEffects:
         if isinstance(place, Place):
             line = self._line(place)
         is_read = isinstance(place, Contents) or place.is_loaded
-        if self.tables.add(place, now, shared, _at(line), is_read=is_read):
+        if self.tables.add(place, now, shared, location_at(line), is_read=is_read):
             self.tables.of_state += of_state
         else:
             for one in of_state:
                 diagnostics.add(*one)
 
     def _is_table_of_state(self, value: Any) -> bool:
-        return _holds_result(value) and self.tables.is_of_state(list(_tensors(value)))
+        return holds_result(value) and self.tables.is_of_state(list(traced_tensors(value)))
 
     def restore(self) -> None:
         """Restore everything to its value before the step."""
@@ -328,18 +283,18 @@ class SideEffects:
             line = self._line_of(one)
             if one.holds_tensors:
                 told = f"{what}: each compiled step would make its parameters anew"
-                diagnostics.add(told, _at(line), _IN_INIT)
+                diagnostics.add(told, location_at(line), _IN_INIT)
             else:
-                said = what, _at(line), _IN_INIT
+                said = what, location_at(line), _IN_INIT
                 self.left.append(Left(one, one.child, (id(one.parent), one.key), said))
 
     def _report_tensors(self, diagnostics: Diagnostics) -> None:
         """Report parameters and buffers that the step registers, or takes out of a module."""
         for one in self.registered.changed_tensors():
-            at = _at(self._line_of(one))
+            at = location_at(self._line_of(one))
             if one.tensor is None:
                 diagnostics.add(f"removes {one.name()}", at, _REMOVE)
-            elif _holds_result(one.tensor):
+            elif holds_result(one.tensor):
                 what, _, _ = _kept(one.name(), one.tensor, ("", 0))
                 diagnostics.add(what, at, _IN_INIT if one.kind == "parameter" else _MAKE_BUFFER)
             elif one.kind == "buffer":
@@ -377,28 +332,6 @@ class SideEffects:
         self.left.clear()
         return True
 
-    @property
-    def unsure(self) -> list[KeptValue]:
-        """What it keeps where it may read what the call before has kept."""
-        return [one for one in self.kept if one.unsure is not None]
-
-    def keeps_as(self, first: SideEffects) -> bool:
-        """Return whether a trace that found what another kept keeps that again, made anew."""
-        mine, others = (
-            [one.key for one in each.unsure if one.is_computed] for each in (self, first)
-        )
-        made = {id(one) for each in first.kept for one in each.made}
-        is_anew = not any(id(one) in made for each in self.kept for one in each.made)
-        return mine == others and is_anew
-
-    def kept_error(self) -> CaptureError:
-        """Return the error about what the step keeps and reads."""
-        diagnostics = Diagnostics()
-        for one in self.unsure:
-            if one.unsure is not None and one.is_computed:
-                diagnostics.add(*one.unsure)
-        return diagnostics.error()
-
     def state_error(self, again: SideEffects | None = None) -> CaptureError:
         """Return the error about the state of a step that was traced `again` with what it left.
 
@@ -426,8 +359,8 @@ class SideEffects:
         known = {*map(id, of_state)}
 
         def is_table(now: Any, before: Any) -> bool:
-            is_anew = _begins_anew(now, before) and not self.left
-            return id(now) in known or (_is_constant_tensor(now) and not is_anew)
+            is_anew = begins_anew(now, before) and not self.left
+            return id(now) in known or (is_constant_tensor(now) and not is_anew)
 
         changed = [one for one in differing if not is_table(*one[1:])]
         kind = type(contents.target).__name__
@@ -435,32 +368,35 @@ class SideEffects:
         if len(changed) < len(differing):
             said = [_kept(name, one, contents.line) for one in of_state]
             self._add_tables(contents, contents.now(), said, diagnostics)
-        is_made = any(one is contents.target for each in self.kept for one in each.made)
-        if not changed or is_made or self._keep_entries(contents, changed):
+        if (
+            not changed
+            or self.kept.holds(contents.target)
+            or self.kept.keep_entries(contents, changed)
+        ):
             return
         kept = [
             (now, before)
             for _, now, before in changed
-            if _holds_result(now) or _begins_anew(now, before)
+            if holds_result(now) or begins_anew(now, before)
         ]
         if kept:
             what, place, advice = _kept(name, kept[0][0], contents.line)
-            updates = all(_are_alike(now, before) for now, before in kept)
+            updates = all(are_alike(now, before) for now, before in kept)
             diagnostics.add(what, place, _UPDATE if updates else advice)
             return
         keys = ", ".join(in_words(key) for key, *_ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"
-        moved = what, _at(contents.line), _MOVE
+        moved = what, location_at(contents.line), _MOVE
         now = as_now(contents.now(), self.observer.objects.contents)
         self.left.append(Left(contents, now, (id(contents.target), None), moved))
 
     def _report_optimizers(self, diagnostics: Diagnostics) -> None:
         for place in self.of_optimizers.changes():
             now = place.now()
-            if _holds_result(now):
+            if holds_result(now):
                 what, _, _ = _kept(place.name(), now, ("", 0))
                 diagnostics.add(what, Location(), _OF_OPTIMIZER)
-            elif not _is_constant_tensor(now):
+            elif not is_constant_tensor(now):
                 if isinstance(place, Contents):
                     what, key = f"changes {place.name()}", (id(place.target), None)
                 else:
@@ -469,8 +405,7 @@ class SideEffects:
                 self.left.append(Left(place, now, key, (what, Location(), _OF_OPTIMIZER)))
 
     def _line(self, place: Place) -> tuple[str, int]:
-        contents = self.observer.objects.contents.get(id(place.holder))
-        return place.line if place.line[1] or contents is None else contents.line
+        return line_of(place, self.observer.objects.contents)
 
     def _report_draws(self, diagnostics: Diagnostics) -> None:
         """Report draws that were not seen as calls, with the line that names the generator."""
@@ -484,7 +419,7 @@ class SideEffects:
             diagnostics.add(*draw("the step", Location()))
         before, now = self.numpy_before, numpy.random.get_state()
         if any(not numpy.array_equal(a, b) for a, b in zip(before, now, strict=True)):
-            diagnostics.add(*draw("numpy.random", _at(self.observer.numpy_line)))
+            diagnostics.add(*draw("numpy.random", location_at(self.observer.numpy_line)))
 
 
 def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
@@ -508,73 +443,22 @@ def _differences(contents: Contents) -> Iterator[tuple[Any, Any, Any]]:
 
 def _changed(place: Place, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
     what = f"changes {place.name()}, which was {in_words(place.before)} and becomes {in_words(now)}"
-    return what, _at(line), _MOVE
+    return what, location_at(line), _MOVE
 
 
 def _kept(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
-    tensor = next(_tensors(now))
+    tensor = next(traced_tensors(now))
     what = (
         f"keeps a tensor of shape {tuple(tensor.shape)} in {name}, where a compiled step puts none"
     )
-    return what, _at(line), _RETURN
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Return whether both are tensors of one shape, so that one is written into the other."""
-    are_tensors = isinstance(one, FakeTensor) and isinstance(other, torch.Tensor)
-    return are_tensors and one.shape == other.shape
+    return what, location_at(line), _RETURN
 
 
 def _kept_number(name: str, line: tuple[str, int]) -> tuple[str, Location, str]:
     what = f"keeps a number that it computes in {name}, where a compiled step puts none"
-    return what, _at(line), _RETURN_NUMBER
+    return what, location_at(line), _RETURN_NUMBER
 
 
 def _kept_iterator(name: str, now: Any, line: tuple[str, int]) -> tuple[str, Location, str]:
     what = f"keeps a {type(now).__name__} in {name}, which a compiled step does not make again"
-    return what, _at(line), _MAKE_ITERATOR
-
-
-def _at(line: tuple[str, int]) -> Location:
-    return Location(file=line[0], line=line[1]) if line[1] else Location()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Return the fake tensors that a value reaches, also in what a function reads when called."""
-    kinds = (
-        type, types.ModuleType, torch.nn.Module, torch.Tensor, SymbolicFloat, LaterNumber,
-    )  # fmt: skip
-    with contextlib.suppress(OverflowError):
-        for one in each_held(value, lambda one: isinstance(one, kinds)):
-            if isinstance(one, FakeTensor):
-                yield one
-            elif isinstance(one, PackedPart):
-                yield from one.held()
-
-
-def _holds_result(value: Any) -> bool:
-    """Return whether a value holds a tensor that depends on inputs or on random numbers."""
-    return any(not _is_constant(tensor) for tensor in _tensors(value))
-
-
-def _is_constant_tensor(value: Any) -> bool:
-    return any(True for _ in _tensors(value)) and not _holds_result(value)
-
-
-def _begins_anew(now: Any, before: Any) -> bool:
-    """Return whether a tensor of constants takes the place of another one that is no table."""
-    return _are_alike(now, before) and not is_table(before) and _is_constant_tensor(now)
-
-
-def _is_constant(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of the trace is the same at every call."""
-    node = traced_node(tensor)
-    if node is None:
-        return False
-    behind = nodes_behind(node, _is_computed_again, most_nodes=_MOST_OPS)
-    return behind is not None
-
-
-def _is_computed_again(node: torch.fx.Node) -> bool:
-    tags: Any = getattr(node.target, "tags", ())
-    return node.op != "placeholder" and torch.Tag.nondeterministic_seeded not in tags
+    return what, location_at(line), _MAKE_ITERATOR
