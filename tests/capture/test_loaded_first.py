@@ -321,3 +321,37 @@ def test_what_is_read_after_an_exception_is_not_that_of_the_first_call(read: Any
     train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype=None)
     with pytest.raises(amp_ir.errors.CaptureError, match="which was 1.0 and becomes 2.0"):
         train(torch.ones(2, 4))
+
+
+class Sized(nn.Module):
+    """Keeps the size of its batch, which another of its functions reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.size = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.size = len(x)
+        return self.scaled(self.layer(x))
+
+    def scaled(self, h: torch.Tensor) -> torch.Tensor:
+        return h / self.size
+
+
+def test_a_number_that_is_written_before_another_function_reads_it_is_no_guard() -> None:
+    model = Sized()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = amp_ir.jit(step, model=model, optimizer=optimizer, amp_dtype=None)
+    for size in (4, 3, 5, 3, 4, 5, 4, 3):
+        x = torch.ones(size, 4)
+        expected = (model.layer(x) / size).square().mean().detach()
+        torch.testing.assert_close(train(x), expected, rtol=1e-5, atol=1e-7)
+    assert len(train.recompiles) == 2

@@ -445,10 +445,11 @@ class ObservedObjects:
                 other = self._replaced(place)
                 if other is not value:
                     place.put(other)
+                    place.symbol = other
         value = place.now()
         if line[1] and not place.line[1]:
             place.line = line
-        if is_loaded and (original_of(value) is place.before or is_number(place.before)):
+        if is_loaded and (original_of(value) is place.before or value is place.symbol):
             place.is_loaded = True
         held = place.held()
         return held if held is place.stand_in else value

@@ -46,7 +46,8 @@ class Place:
     attribute of a class itself, without those of its bases, "own".
     `before` is the value when the step first reached the place. `is_loaded` says that the step may
     have read it before it wrote it, and `line` is (file, line) of a store, if any. `stand_in` is
-    what the capture has put there for `before`, and which counts as that.
+    what the capture has put there for `before`, and which counts as that; `symbol` is what it has
+    put there for a number.
     """
 
     holder: Any
@@ -57,6 +58,7 @@ class Place:
     is_loaded: bool = False
     line: tuple[str, int] = ("", 0)
     stand_in: Any = _NOTHING
+    symbol: Any = _NOTHING
 
     def now(self) -> Any:
         """Return the current value; ABSENT for none, and of a registered function the user's."""
