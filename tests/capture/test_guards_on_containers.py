@@ -99,7 +99,7 @@ KEPT: dict[str, tuple[Any, Callable[[Any, torch.Tensor], Any], str]] = {
         collections.deque([1, 2]), lambda held, _loss: held.rotate(), "which was 1 and becomes 2",
     ),
     "a_tensor": (
-        collections.deque([1], maxlen=1), lambda held, loss: held.append(loss), "keeps a tensor",
+        collections.deque([1]), lambda held, loss: held.append(loss), "keeps a tensor",
     ),
     "a_byte": (bytearray([1]), lambda held, _loss: held.append(1), "(a bytearray, at 1)"),
     "a_float": (

@@ -64,23 +64,41 @@ class Traces:
         Raises:
             CaptureError: the step has Python state, or cannot be traced.
         """
-        tracer, traced = self._once(numbers, symbolic=symbolic, others=others)
+        how: dict[str, Any] = {"symbolic": symbolic, "others": others}
+        tracer, traced = self._once(numbers, **how)
+        if tracer.effects.tables.of_state:
+            try:
+                return self._settled(tracer, traced, numbers, **how)
+            except CaptureError:
+                # No tables that are made once: kept like all else that a step computes.
+                how["finds_tables_of_state"] = False
+                tracer, traced = self._once(numbers, **how)
+        return self._settled(tracer, traced, numbers, **how)
+
+    def _settled(
+        self, tracer: StepTracer, traced: Traced, numbers: frozenset[str], **how: Any
+    ) -> tuple[StepTracer, Traced]:
+        """Return the trace of calls that find what a first one has left.
+
+        Raises:
+            CaptureError: that is another step, of which each call leaves something else.
+        """
         effects = tracer.effects
         if effects.tables.found:
-            self._check_tables(effects, numbers, symbolic=symbolic, others=others)
+            self._check_tables(effects, numbers, **how)
         if effects.kept.unsure:
-            return self._keeping(tracer, traced, numbers, symbolic=symbolic, others=others)
+            return self._keeping(tracer, traced, numbers, **how)
         if not effects.left and not effects.tables.may_change:
             return tracer, traced
         if effects.tables.all:
-            found = self._with_tables(tracer, traced, numbers, symbolic=symbolic, others=others)
+            found = self._with_tables(tracer, traced, numbers, **how)
             if found is not None:
                 return found
         if effects.tables.of_state:
             raise effects.tables.error_of_state()
         if not effects.left:
             return tracer, traced
-        return self._with_left(tracer, traced, numbers, symbolic=symbolic, others=others)
+        return self._with_left(tracer, traced, numbers, **how)
 
     def _with_left(
         self, tracer: StepTracer, traced: Traced, numbers: frozenset[str], **how: Any

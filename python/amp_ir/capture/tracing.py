@@ -84,6 +84,7 @@ class StepTracer:
         symbolic: bool = True,
         others: int = 0,
         other_hypers: OtherHypers | None = None,
+        finds_tables_of_state: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
@@ -110,7 +111,8 @@ class StepTracer:
         )  # fmt: skip
         self._last_rates = LastRates(state.optimizers)
         self._written = WrittenOutside(self.observer.objects.tensors, state.tensors)
-        self.effects = SideEffects(self.observer, self.numbers.put, state.tensors)
+        known = state.tensors if finds_tables_of_state else ()
+        self.effects = SideEffects(self.observer, self.numbers.put, known)
         self._read: list[torch.Tensor] = []
         self._left: dict[str, Any] = {}
         self._replaced: dict[int, torch.Tensor] = {}

@@ -49,7 +49,6 @@ from amp_ir.capture.guards.places import (
 )
 from amp_ir.capture.guards.registered_modules import ChangedTensor, NewModule, RegisteredModules
 from amp_ir.capture.guards.traced_values import (
-    are_alike,
     begins_anew,
     holds_result,
     is_constant_tensor,
@@ -86,10 +85,6 @@ _RETURN_NUMBER = "Return it from the step, and keep it after the call"
 _RETURN = (
     "Return the tensor from the step, and keep it after the call; what only the step reads, such "
     "as what a forward hook keeps, it may drop before it ends (kept.clear())"
-)
-_UPDATE = (
-    "Update the tensor that is there in place: kept[k].copy_(value), or kept[k].mul_(decay).add_("
-    "value, alpha=1 - decay). Or return what is new, and assign it after the call"
 )
 
 
@@ -356,6 +351,8 @@ class SideEffects:
             and not is_same(now, before)
         ]
         of_state = [now for _, now, _ in differing if self._is_table_of_state(now)]
+        if sum(holds_result(now) for _, now, _ in differing) > len(of_state):
+            of_state = []  # beside others, which each call computes
         known = {*map(id, of_state)}
 
         def is_table(now: Any, before: Any) -> bool:
@@ -374,15 +371,9 @@ class SideEffects:
             or self.kept.keep_entries(contents, changed)
         ):
             return
-        kept = [
-            (now, before)
-            for _, now, before in changed
-            if holds_result(now) or begins_anew(now, before)
-        ]
+        kept = [now for _, now, before in changed if holds_result(now) or begins_anew(now, before)]
         if kept:
-            what, place, advice = _kept(name, kept[0][0], contents.line)
-            updates = all(are_alike(now, before) for now, before in kept)
-            diagnostics.add(what, place, _UPDATE if updates else advice)
+            diagnostics.add(*_kept(name, kept[0], contents.line))
             return
         keys = ", ".join(in_words(key) for key, *_ in changed[:3])
         what = f"changes {contents.name()} (a {kind}, at {keys})"

@@ -48,7 +48,9 @@ def is_constant_tensor(value: Any) -> bool:
 
 def begins_anew(now: Any, before: Any) -> bool:
     """Return whether a tensor of constants takes the place of another one that is no table."""
-    return are_alike(now, before) and not is_table(before) and is_constant_tensor(now)
+    are_tensors = isinstance(now, FakeTensor) and isinstance(before, torch.Tensor)
+    is_alike = are_tensors and now.shape == before.shape
+    return is_alike and not is_table(before) and is_constant_tensor(now)
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
@@ -63,9 +65,3 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 def _is_computed_again(node: torch.fx.Node) -> bool:
     tags: Any = getattr(node.target, "tags", ())
     return node.op != "placeholder" and torch.Tag.nondeterministic_seeded not in tags
-
-
-def are_alike(one: Any, other: Any) -> bool:
-    """Return whether both are tensors of one shape, so that one is written into the other."""
-    are_tensors = isinstance(one, FakeTensor) and isinstance(other, torch.Tensor)
-    return are_tensors and one.shape == other.shape
