@@ -218,8 +218,10 @@ class Substitution(TorchFunctionMode):
             if torch._C._functorch.is_functorch_wrapped_tensor(value):
                 # Made by torch.func of a tensor that came through here.
                 return value
-            if value.requires_grad and torch.is_grad_enabled() and not is_detached:
-                return self._outside(value)
+            if value.requires_grad and torch.is_grad_enabled():
+                # A parameter is of a module that was not passed, and the next op may write to it.
+                if not is_detached or isinstance(value, torch.nn.Parameter):
+                    return self._outside(value)
             return value
         if type(value) in (tuple, list):
             return type(value)(self._replace(item, is_detached=is_detached) for item in value)
