@@ -88,13 +88,12 @@ class Traced:
 
     def with_inputs(self, places: Sequence[Place]) -> Traced:
         """Return the trace that reads the tensors of some places at each call."""
-        known = {one.key for one in self.kept} | {one.key for one in self.read_places}
+        known = {one.place.identity for one in self.kept}
+        known |= {one.place.identity for one in self.read_places}
         # What the first call leaves is not there before it.
         known |= {one.key for one in self.initial_values.left}
         more = (
-            ReadPlace(one)
-            for one in places
-            if not {(id(one.holder), one.key), (id(one.holder), None)} & known
+            ReadPlace(one) for one in places if not {one.identity, (id(one.holder), None)} & known
         )
         return attrs.evolve(self, read_places=(*self.read_places, *more))
 
@@ -102,9 +101,11 @@ class Traced:
         self, first: Sequence[KeptResult], *, any_shape: bool
     ) -> tuple[KeptResult, ...]:
         """Return what this trace keeps that found examples of what the `first` one has kept."""
-        before = {one.key: one.place.before for one in first}
+        before = {one.place.identity: one.place.before for one in first}
         return tuple(
-            attrs.evolve(one, accepted=(one.place.before, before[one.key]), any_shape=any_shape)
+            attrs.evolve(
+                one, accepted=(one.place.before, before[one.place.identity]), any_shape=any_shape
+            )
             if one.is_read
             else one
             for one in self.kept

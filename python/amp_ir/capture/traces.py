@@ -150,7 +150,7 @@ class Traces:
             and other.effects.kept.are_as(effects.kept)
         ):
             effects.tables.note_sources()
-            read = frozenset(one.key for one in effects.kept.unsure)
+            read = frozenset(one.place.identity for one in effects.kept.unsure)
             left = _initial_values(tracer, [*effects.left, *in_place], read)
             if left is not None:
                 any_shape = not shapes_are_asked(examples, other.observer)

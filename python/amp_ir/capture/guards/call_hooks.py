@@ -94,7 +94,7 @@ class CaptureGuards:
             observer,
             frozenset(number.name for number in numbers),
             unfollowed,
-            frozenset(one.key for one in self._read),
+            frozenset(one.place.identity for one in self._read),
         )
         self._of_optimizers = OptimizerObjects.of_users(state.optimizers)
         self._watch_state()
@@ -259,7 +259,10 @@ class CaptureGuards:
     def _changed_kept(self) -> Iterator[str]:
         yield from (one.change() for one in self._read if not one.holds())
         if not self._read_places.hold():
-            yield "places whose tensors the step reads hold one of its state, or several for one"
+            yield (
+                "a place that the step reads holds a tensor of its state now, or places that held "
+                "one tensor hold two"
+            )
 
     @staticmethod
     def _other_processes() -> Iterator[str]:

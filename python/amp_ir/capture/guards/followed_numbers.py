@@ -162,8 +162,8 @@ def first_difference(
 
 
 def _same_constants(symbolic: Traced, other: Traced) -> bool:
-    kept = {one.key: one.value for one in other.kept}
-    pairs = [(one.value, kept.pop(one.key, None)) for one in symbolic.kept]
+    kept = {one.place.identity: one.value for one in other.kept}
+    pairs = [(one.value, kept.pop(one.place.identity, None)) for one in symbolic.kept]
     # What holds symbols alone is plain in the other trace, which leaves it.
     if kept or not all(two is not None or one.holds_numbers_alone for one, two in pairs):
         return False

@@ -31,11 +31,6 @@ class KeptResult:
     any_shape: bool = False
 
     @property
-    def key(self) -> tuple[int, Any]:
-        """Return what is equal for the same place in another trace."""
-        return id(self.place.holder), self.place.key
-
-    @property
     def is_guarded(self) -> bool:
         """Whether the guards of other objects hold for what was there before alone."""
         return self.place.is_loaded and not self.is_read

@@ -94,7 +94,7 @@ class KeptTables:
             key = id(place.target), None
         else:
             value = renewed(value, shared, self._with_values)
-            key = id(place.holder), place.key
+            key = place.identity
         made = [one for one in _leaves(value) if isinstance(one, torch.Tensor)]
         if made and not any(isinstance(one, FakeTensor) for one in made):
             shape = tuple(made[-1].shape)

@@ -24,7 +24,7 @@ from amp_ir.capture.batch import unusable_result
 from amp_ir.capture.containers import flatten
 from amp_ir.capture.diagnostics import Diagnostics
 from amp_ir.capture.guards.left_values import Left, holds_result_number
-from amp_ir.capture.guards.observed_objects import ObservedObjects, part_name
+from amp_ir.capture.guards.observed_objects import ObservedObjects
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import (
     ABSENT,
@@ -103,11 +103,6 @@ class KeptValue:
         return cls(place, order, leaves, spec, where, tuple(made), unsure)
 
     @property
-    def key(self) -> tuple[int, Any]:
-        """Return what is equal for the same place in another trace."""
-        return id(self.place.holder), self.place.key
-
-    @property
     def tensors(self) -> list[FakeTensor]:
         """The tensors of the trace that it holds, among them those of numbers."""
         held = [one.tensor if isinstance(one, LaterNumber) else one for one in self.leaves]
@@ -137,8 +132,7 @@ class KeptValue:
             else one
             for one in leaves
         ]
-        said = self.unsure or ("", self.where, "")
-        return Left(self.place, pytree.tree_unflatten(leaves, spec), self.key, said)
+        return self._left(pytree.tree_unflatten(leaves, spec))
 
     def in_words(self) -> str:
         """Return what it is, equal for tensors of equal shapes."""
@@ -147,8 +141,11 @@ class KeptValue:
     def example(self) -> Left:
         """Return a value of the same kind that no step computes, for its place."""
         leaves = [_example(one) for one in self.leaves]
-        value = pytree.tree_unflatten(leaves, self.spec)
-        return Left(self.place, value, self.key, self.unsure or ("", self.where, ""))
+        return self._left(pytree.tree_unflatten(leaves, self.spec))
+
+    def _left(self, value: Any) -> Left:
+        said = self.unsure or ("", self.where, "")
+        return Left(self.place, value, self.place.identity, said)
 
 
 class KeptValues:
@@ -180,11 +177,7 @@ class KeptValues:
         for key, now, before in changed:
             if now is ABSENT or not (is_dict or before is not ABSENT):
                 return False
-            name = part_name("entry" if is_dict else "item", key, contents.name)
-            place = Place(
-                contents.target, "entry", key, name, before, is_loaded=True, line=contents.line
-            )
-            one = self._kept_value(place, now)
+            one = self._kept_value(contents.entry(key, before), now)
             if one is None:
                 return False
             kept.append(one)
@@ -222,7 +215,7 @@ class KeptValues:
     def are_as(self, first: KeptValues) -> bool:
         """Return whether a trace that found what another kept keeps that again, made anew."""
         mine, others = (
-            [one.key for one in each.unsure if one.is_computed] for each in (self, first)
+            [one.place.identity for one in each.unsure if one.is_computed] for each in (self, first)
         )
         made = {id(one) for each in first.all for one in each.made}
         is_anew = not any(id(one) in made for each in self.all for one in each.made)

@@ -62,7 +62,7 @@ class GuardedObjects:
     ) -> None:
         self._fixed = fixed
         places = [place for place in observer.objects.places.values() if place.is_loaded]
-        places = [one for one in places if (id(one.holder), one.key) not in ignored]
+        places = [one for one in places if one.identity not in ignored]
         self.followed = {one.name(): one for one in places if one.name() in followed}
         self._contents = list(observer.objects.contents.values())
         whole = {id(contents.target) for contents in self._contents}
@@ -76,7 +76,7 @@ class GuardedObjects:
                 self._others.append(place)
         self._dictionaries = [c for c in self._contents if isinstance(c.target, dict)]
         self._lists = [c for c in self._contents if not isinstance(c.target, dict)]
-        self._ignored = {(id(p.holder), p.key) for p in self.followed.values()} | ignored
+        self._ignored = {p.identity for p in self.followed.values()} | ignored
         self._arrays = list(observer.objects.arrays.values())
         self._read_values = list(observer.read_values.values())
         self._instances = [one for one, _ in observer.objects.instances.values()]
@@ -139,7 +139,7 @@ class GuardedObjects:
             if tensors_in(one.before) and type(one.now()) is type(one.before)
         ]
         entries = [
-            self._item(contents, key, before)
+            contents.entry(key, before)
             for contents in self._contents
             if isinstance(contents.target, (dict, list))
             for key, before in contents.by_key().items()
@@ -168,15 +168,7 @@ class GuardedObjects:
                         continue
                     now = contents.target[key] if key < len(contents.target) else ABSENT
                     if not is_same(now, before):
-                        yield self._item(contents, key, before)
-
-    @staticmethod
-    def _item(contents: Contents, key: int, before: Any) -> Place:
-        def name() -> str:
-            word = "entry" if isinstance(contents.target, dict) else "item"
-            return f"{word} {in_words(key)} of {contents.name()}"
-
-        return Place(contents.target, "entry", key, name, before)
+                        yield contents.entry(key, before)
 
     def _changed_contents(self, contents: Contents) -> Iterator[str]:
         target = contents.target

@@ -60,6 +60,11 @@ class Place:
     stand_in: Any = _NOTHING
     symbol: Any = _NOTHING
 
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """Return what is equal for the same place in another trace."""
+        return id(self.holder), self.key
+
     def now(self) -> Any:
         """Return the current value; ABSENT for none, and of a registered function the user's."""
         value = self.held()
@@ -156,6 +161,15 @@ class Contents:
         if isinstance(self.target, dict):
             return dict(zip(self.before[::2], self.before[1::2], strict=True))
         return dict(enumerate(self.before))
+
+    def entry(self, key: Any, before: Any) -> Place:
+        """Return the place of an entry of a dictionary, or of an item at a position."""
+
+        def name() -> str:
+            word = "entry" if isinstance(self.target, dict) else "item"
+            return f"{word} {in_words(key)} of {self.name()}"
+
+        return Place(self.target, "entry", key, name, before, is_loaded=True, line=self.line)
 
     def holds(self) -> bool:
         """Return whether the items are the same objects, or equal plain values."""

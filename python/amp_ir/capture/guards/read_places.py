@@ -17,7 +17,6 @@ import torch
 
 from amp_ir.capture.containers import flatten
 from amp_ir.capture.dense_tensors import DenseReader
-from amp_ir.capture.guards.observed_objects import part_name
 from amp_ir.capture.guards.observer import Observer
 from amp_ir.capture.guards.places import CONTAINERS, Place, change_in_words
 from amp_ir.capture.guards.users_objects import own_attributes
@@ -31,15 +30,16 @@ class ReadPlace:
     """A place whose tensors are inputs: those that are there at a call, of the same kinds."""
 
     place: Place
+    # Of what was there at the capture: a container may change in its place.
+    _kinds: Any = attrs.field(init=False)
 
-    @property
-    def key(self) -> tuple[int, Any]:
-        """Return what is equal for the same place in another trace."""
-        return id(self.place.holder), self.place.key
+    @_kinds.default
+    def _kinds_before(self) -> Any:
+        return kinds_of(self.place.before)
 
     def holds(self) -> bool:
         """Return whether the step is the same for what is in the place now."""
-        return bool(kinds_of(self.place.now()) == kinds_of(self.place.before))
+        return bool(kinds_of(self.place.now()) == self._kinds)
 
     def change(self) -> str:
         """Describe what is there now, and was not."""
@@ -78,7 +78,7 @@ class ReadPlaces:
 
     def __init__(self, places: Sequence[ReadPlace], state: State) -> None:
         self.places = places
-        self._state = _memory_of(state)
+        self._state = _memory_of(state) if places else set()
         readers: dict[int, list[PlaceReader]] = {}
         for key, reader in itertools.chain.from_iterable(one.readers() for one in places):
             readers.setdefault(key, []).append(reader)
@@ -126,7 +126,7 @@ def _memory_of(state: State) -> set[Any]:
 
 def _held_elsewhere(places: Sequence[Place], observer: Observer) -> set[int]:
     """Return the ids of the tensors that are held by others than some places."""
-    keys = {(id(one.holder), one.key) for one in places}
+    keys = {one.identity for one in places}
     holders = {id(one.holder) for one in places}
     within = {one for place in places for one in _ids_within(place.before)}
     held: set[int] = set()
@@ -134,7 +134,7 @@ def _held_elsewhere(places: Sequence[Place], observer: Observer) -> set[int]:
         is_within = id(place.holder) in within or id(place.before) in holders
         if own_attributes(place.before) is not None:  # an object that leads to a holder
             is_within = is_within or not holders.isdisjoint(_ids_within(place.before))
-        if (id(place.holder), place.key) not in keys and not is_within:
+        if place.identity not in keys and not is_within:
             held.update(map(id, tensors_in(place.before)))
     for contents in observer.objects.contents.values():
         if id(contents.target) in within:
@@ -157,12 +157,10 @@ def places_named(names: frozenset[str], observer: Observer) -> list[Place]:
     for contents in observer.objects.contents.values():
         if not isinstance(contents.target, (dict, list)):
             continue
-        word = "entry" if isinstance(contents.target, dict) else "item"
         for key, before in contents.by_key().items():
             if isinstance(before, torch.Tensor):
-                name = part_name(word, key, contents.name)
-                if name() in names:
-                    found.append(Place(contents.target, "entry", key, name, before, is_loaded=True))
+                entry = contents.entry(key, before)
+                found += [entry] if entry.name() in names else []
     return found
 
 

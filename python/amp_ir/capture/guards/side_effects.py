@@ -152,7 +152,7 @@ class SideEffects:
                 # is valid for this value only.
                 place.is_loaded |= bool(place.line[1]) and is_plain(now)
                 continue
-            reported.add((id(place.holder), place.key))
+            reported.add(place.identity)
             is_of_state = place.is_loaded and self._is_table_of_state(now)
             if begins_anew(now, place.before):
                 anew.append(place)
@@ -177,7 +177,7 @@ class SideEffects:
         elif place.is_loaded and not is_table:
             now = as_now(now, shared)
             said = _changed(place, now, self._line(place))
-            self.left.append(Left(place, now, (id(place.holder), place.key), said))
+            self.left.append(Left(place, now, place.identity, said))
         elif is_of_user(value := renewed(now, shared, FollowedValue.of), self.registered.known):
             self.stored.append(StoredValue(place, value, shared))
         elif holds_symbol(value, shared):
@@ -392,7 +392,7 @@ class SideEffects:
                     what, key = f"changes {place.name()}", (id(place.target), None)
                 else:
                     what, _, _ = _changed(place, now, ("", 0))
-                    key = id(place.holder), place.key
+                    key = place.identity
                 self.left.append(Left(place, now, key, (what, Location(), _OF_OPTIMIZER)))
 
     def _line(self, place: Place) -> tuple[str, int]:
